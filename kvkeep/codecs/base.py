@@ -13,7 +13,8 @@ cache, a ring and a chunked window are read and rebuilt by the same few lines.
 
 A codec never changes the cache it is shown, never imports our other rooms, and imports the
 class that it encodes inside the methods that need it. Nothing that it returns may keep a
-buffer of the live cache alive, except the planes, which the caller drops at once.
+buffer of the live cache alive, except the planes and the state's tensors, which the caller
+copies out and drops at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvkeep.errors import BatchCache, MalformedCache
+from kvkeep.errors import BatchCache, EmptyCache, MalformedCache
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -171,7 +172,9 @@ class Codec(ABC):
         self, params: Mapping[str, Scalar], meta: Meta | None, p: int
     ) -> tuple[tuple[int, int], ...]:
         """The half-open position ranges that must be covered to resume at ``p``."""
-        return merged((s.position, s.position + s.length) for s in self.place(params, meta, p).segments)
+        return merged(
+            (s.position, s.position + s.length) for s in self.place(params, meta, p).segments
+        )
 
     @abstractmethod
     def build(
@@ -255,16 +258,60 @@ def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(out)
 
 
+def entry(facts: Mapping[str, object], name: str) -> int:
+    """The integer of at least 0 that parameters or metadata hold under ``name``.
+
+    Raises ``MalformedCache`` where there is something else.
+    """
+    value = facts.get(name)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise MalformedCache(f"{name} is {value!r} where an integer of at least 0 is due")
+
+
+def whole(cache: object, name: str) -> int:
+    """The integer of at least 0 in the attribute ``name`` of ``cache``.
+
+    Raises ``BatchCache`` for an array, one number per request; ``MalformedCache`` otherwise.
+    """
+    value = getattr(cache, name, None)
+    field_name = f"{type(cache).__name__}.{name}"
+    if getattr(value, "ndim", 0):
+        raise BatchCache(f"{field_name} holds one number per request")
+    return entry({field_name: value}, field_name)
+
+
+def committed(cache: Any) -> int:
+    """The offset of a cache that has ``keys`` and ``values``, at least 1.
+
+    Raises ``EmptyCache`` where no token is covered, ``BatchCache`` or ``MalformedCache``.
+    """
+    name = type(cache).__name__
+    offset = whole(cache, "offset")
+    if (cache.keys is None) != (cache.values is None):
+        raise MalformedCache(f"{name} holds only one of keys and values")
+    if cache.keys is None and offset:
+        raise MalformedCache(f"{name} claims {offset} positions but holds no keys")
+    if not offset:
+        raise EmptyCache(f"{name} covers no token")
+    return offset
+
+
 def check_planes(cache: object, planes: Sequence[mx.array], slots: int) -> None:
-    """Refuse planes of several requests, or with fewer than ``slots`` slots.
+    """Refuse planes of several requests, of unequal length, or with fewer than ``slots`` slots.
 
     Planes are ``[B, H, T, D]``. Raises ``BatchCache`` or ``MalformedCache``.
     """
     name = type(cache).__name__
     for plane in planes:
-        if plane.ndim != 4:
-            raise MalformedCache(f"{name} holds an array of {plane.ndim} axes where 4 are due")
+        axes = getattr(plane, "ndim", None)
+        if axes != 4:
+            found = type(plane).__name__ if axes is None else f"an array of {axes} axes"
+            raise MalformedCache(f"{name} holds {found} where an array of 4 axes is due")
         if plane.shape[0] != 1:
             raise BatchCache(f"{name} holds {plane.shape[0]} requests")
         if plane.shape[2] < slots:
             raise MalformedCache(f"{name} claims {slots} positions but holds {plane.shape[2]}")
+    lengths = {plane.shape[2] for plane in planes}
+    if len(lengths) > 1:
+        raise MalformedCache(f"{name} holds arrays of unequal length: {sorted(lengths)}")
