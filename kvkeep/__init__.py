@@ -1,0 +1,59 @@
+"""kvkeep keeps the prompt caches of MLX language models, so that a prompt is read only once.
+
+    import kvkeep
+
+    with kvkeep.open("~/.cache/kvkeep", max_bytes="50GB") as store:
+        space = store.space(model=model, tokenizer=tokenizer, model_path="…")
+        hit = space.resume(tokens)                  # hit.caches, hit.offset, hit.rest
+        …                                           # run the model over hit.rest
+        space.snapshot(tokens, caches)              # stores what is new
+
+Everything public is listed in ``__all__``; it is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvkeep.errors import KvkeepError as KvkeepError
+    from kvkeep.prefixstore.policy import Decision as Decision
+    from kvkeep.prefixstore.policy import LayerLimit as LayerLimit
+    from kvkeep.prefixstore.policy import Reason as Reason
+    from kvkeep.prefixstore.receipt import Receipt as Receipt
+    from kvkeep.prefixstore.report import Report as Report
+    from kvkeep.prefixstore.space import Hit as Hit
+    from kvkeep.prefixstore.space import Space as Space
+    from kvkeep.prefixstore.store import Store as Store
+    from kvkeep.prefixstore.store import open_store as open
+
+from kvkeep._version import __version__ as __version__
+
+_HOMES = {
+    "Decision": ("kvkeep.prefixstore.policy", "Decision"),
+    "Hit": ("kvkeep.prefixstore.space", "Hit"),
+    "KvkeepError": ("kvkeep.errors", "KvkeepError"),
+    "LayerLimit": ("kvkeep.prefixstore.policy", "LayerLimit"),
+    "Reason": ("kvkeep.prefixstore.policy", "Reason"),
+    "Receipt": ("kvkeep.prefixstore.receipt", "Receipt"),
+    "Report": ("kvkeep.prefixstore.report", "Report"),
+    "Space": ("kvkeep.prefixstore.space", "Space"),
+    "Store": ("kvkeep.prefixstore.store", "Store"),
+    "open": ("kvkeep.prefixstore.store", "open_store"),
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

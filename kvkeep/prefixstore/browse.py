@@ -1,0 +1,181 @@
+"""What is stored, for people: spaces, conversations, and one path in detail. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgpack
+
+from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.persistence.environment import Transaction
+from kvkeep.prefixstore import layout
+from kvkeep.prefixstore.identity import Identity
+from kvkeep.prefixstore.records import Node, unpack
+from kvkeep.prefixstore.trie import Path, held_on, load_recipe
+
+
+@dataclass(frozen=True)
+class SpaceInfo:
+    """One space: how much it keeps and when it was last used (seconds since the epoch)."""
+
+    id: str
+    label: str
+    fields: dict[str, str]
+    kinds: tuple[str, ...]
+    conversations: int
+    nodes: int
+    bytes: int
+    created: float
+    last_use: float
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One stored sequence that no longer one continues: a leaf of the trie."""
+
+    id: str
+    space: str
+    tokens: int
+    own_tokens: int
+    bytes: int
+    points: int
+    kinds: tuple[str, ...]
+    last_use: float
+
+
+@dataclass(frozen=True)
+class PointInfo:
+    """A resume point on a path, with what it takes to resume there."""
+
+    offset: int
+    origin: str
+    created: float
+    kinds: tuple[str, ...]
+    floor: int
+    boundaries: tuple[int, ...]
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class RowsInfo:
+    """The rows that a path stores for one family of one recipe."""
+
+    kinds: tuple[str, ...]
+    layers: int
+    covered: tuple[tuple[int, int], ...]
+    chunks: int
+    bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class PathInfo:
+    """A stored path: how many of its tokens are stored, and what hangs on them."""
+
+    tokens: int
+    matched: int
+    nodes: int
+    points: tuple[PointInfo, ...]
+    rows: tuple[RowsInfo, ...]
+
+
+def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
+    """Every space of the store."""
+    for key, value in txn.items("spaces"):
+        record = msgpack.unpackb(value, use_list=False)
+        identity = Identity(tuple(record["fields"]), record["label"])
+        found = [node for node, _ in _nodes(txn, bytes(key))]
+        inner = {layout.from_u64(node.key[16:24]) for node in found}
+        recipes = {r for node in found for r in node.recipes}
+        yield SpaceInfo(
+            id=bytes(key).hex(),
+            label=identity.label,
+            fields=dict(identity.fields),
+            kinds=_kinds(txn, recipes),
+            conversations=sum(node.id not in inner for node in found),
+            nodes=len(found),
+            bytes=sum(_bytes(node) for node in found),
+            created=record["created"],
+            last_use=max((_last_use(txn, node) for node in found), default=0.0),
+        )
+
+
+def conversations(txn: Transaction) -> Iterator[Conversation]:
+    """Every leaf of the trie."""
+    for key in txn.keys("spaces"):
+        found = [node for node, _ in _nodes(txn, bytes(key))]
+        inner = {layout.from_u64(node.key[16:24]) for node in found}
+        for node in found:
+            if node.id not in inner:
+                yield Conversation(
+                    id=f"{node.id:x}",
+                    space=bytes(key).hex(),
+                    tokens=node.stop,
+                    own_tokens=len(node.tokens),
+                    bytes=_bytes(node),
+                    points=len(node.points),
+                    kinds=_kinds(txn, set(node.recipes)),
+                    last_use=_last_use(txn, node),
+                )
+
+
+def inspect(txn: Transaction, path: Path, tokens: int) -> PathInfo:
+    """What ``path`` holds for a prompt of ``tokens`` tokens."""
+    points, rows = [], []
+    for held in held_on(txn, path, ()):
+        recipe = held.recipe
+        boundaries = tuple(sorted({x.boundary for x in recipe.layers if x.boundary is not None}))
+        for p in held.points:
+            floor = max((layer.floor for layer in recipe.layers), default=0)
+            points.append(
+                PointInfo(p.offset, p.origin, p.created, recipe.kinds, floor, boundaries, p.size)
+            )
+        for index, family in enumerate(recipe.families):
+            rows.append(
+                RowsInfo(
+                    tuple(sorted({recipe.layers[i].kind for i in family.layers})),
+                    len(family.layers),
+                    held.coverage(index),
+                    len(held.chunks.get(index, ())),
+                    family.bytes_per_token,
+                )
+            )
+    points.sort(key=lambda p: p.offset)
+    return PathInfo(tokens, path.matched, len(path.nodes), tuple(points), tuple(rows))
+
+
+def conversation_tokens(txn: Transaction, conversation: str) -> list[int]:
+    """The tokens of a conversation, by the id that ``conversations`` gave. Empty if unknown."""
+    wanted = int(conversation, 16)
+    for key in txn.keys("spaces"):
+        by_id = {node.id: node for node, _ in _nodes(txn, bytes(key))}
+        if wanted in by_id:
+            out: list[int] = []
+            at = wanted
+            while at in by_id:
+                out = by_id[at].tokens.tolist() + out
+                at = layout.from_u64(by_id[at].key[16:24])
+            return out
+    return []
+
+
+def _nodes(txn: Transaction, space: bytes) -> Iterator[tuple[Node, int]]:
+    for key, data in txn.items("nodes", prefix=space):
+        try:
+            yield unpack(bytes(key), data), len(data)
+        except (CorruptFrame, NewerFormat):
+            continue
+
+
+def _bytes(node: Node) -> int:
+    return int(node.refs["size"].sum()) + sum(p.size for p in node.points)
+
+
+def _kinds(txn: Transaction, recipes: set[bytes]) -> tuple[str, ...]:
+    found = (load_recipe(txn, recipe) for recipe in recipes)
+    return tuple(sorted({kind for recipe in found if recipe for kind in recipe.kinds}))
+
+
+def _last_use(txn: Transaction, node: Node) -> float:
+    data = txn.get("uses", layout.u64(node.id))
+    return layout.from_use_record(data)[0] / 1e9 if data is not None else 0.0

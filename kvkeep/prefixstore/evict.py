@@ -1,0 +1,67 @@
+"""Making room: the least recently used leaves go first.
+
+A node is never used later than its ancestors, and among equals the deepest sorts first, so
+one pass over ``lru`` meets every leaf before the node that becomes a leaf by its going.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.prefixstore import layout
+from kvkeep.prefixstore.ledger import Ledger
+from kvkeep.prefixstore.records import detach, unpack
+from kvkeep.prefixstore.trie import has_children
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """What an eviction removed."""
+
+    nodes: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Evicted) -> Evicted:
+        return Evicted(
+            self.nodes + other.nodes, self.tokens + other.tokens, self.bytes + other.bytes
+        )
+
+
+def evict(
+    ledger: Ledger,
+    *,
+    to: int | None = None,
+    before: int | None = None,
+    space: bytes | None = None,
+    protect: Container[int] = (),
+) -> Evicted:
+    """Drop leaves, least recently used first, until no more than ``to`` bytes are used.
+
+    Only leaves last used before ``before`` (nanoseconds since the epoch) and of ``space``
+    go, where these are given; ``to=None`` drops all of them. Nodes whose ids are in
+    ``protect`` stay.
+    """
+    gone = Evicted()
+    for key, node_key in list(ledger.txn.items("lru")):
+        if to is not None and ledger.used <= to:
+            break
+        when, _, node_id = layout.from_lru_key(key)
+        if before is not None and when >= before:
+            break
+        node_key = bytes(node_key)
+        if (space is not None and node_key[:16] != space) or node_id in protect:
+            continue
+        if has_children(ledger.txn, node_key[:16], node_id):
+            continue
+        data = ledger.txn.get("nodes", node_key)
+        if data is None:
+            continue
+        try:
+            node = detach(unpack(node_key, data))
+        except (CorruptFrame, NewerFormat):
+            continue  # what cannot be read is never deleted by the way
+        gone += Evicted(1, len(node.tokens), ledger.drop_node(node))
+    return gone

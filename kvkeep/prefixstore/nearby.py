@@ -1,0 +1,45 @@
+"""Why a space holds nothing of a prompt: the field by which another space differs.
+
+Looks only at spaces under the same salt; of other tenants it says no more than that the salt
+differs, and never whether they stored this prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgpack
+
+from kvkeep.persistence.environment import Transaction
+from kvkeep.prefixstore.identity import Identity
+from kvkeep.prefixstore.tokens import Tokens
+from kvkeep.prefixstore.trie import walk
+
+TELLING = 16
+"""Common tokens that make it likely to be the same prompt, not the same beginning."""
+
+
+def changed_field(txn: Transaction, identity: Identity, tokens: Tokens) -> str:
+    """The fields, comma separated, by which the nearest other space differs; or nothing."""
+    matching: list[tuple[int, tuple[str, ...]]] = []
+    single: list[tuple[str, ...]] = []
+    for other in stored_spaces(txn):
+        fields = identity.differences(other)
+        if not fields:
+            continue
+        if len(fields) == 1:
+            single.append(fields)
+        if identity.salt == other.salt:
+            matched = walk(txn, other.id, tokens).matched
+            if matched >= min(TELLING, len(tokens) - 1):
+                matching.append((matched, fields))
+    if matching:
+        return ",".join(min(matching, key=lambda found: (len(found[1]), -found[0]))[1])
+    return ",".join(single[0]) if single else ""
+
+
+def stored_spaces(txn: Transaction) -> Iterator[Identity]:
+    """The identities of all spaces of the store."""
+    for _, value in txn.items("spaces"):
+        record = msgpack.unpackb(value, use_list=False)
+        yield Identity(tuple(record["fields"]), record["label"])

@@ -1,0 +1,228 @@
+"""The reuse policy: facts in, a decision out. No I/O, no clock, no state.
+
+A resume at ``p`` is legal when, for every layer of one recipe, the rows that the layer
+reads at ``p`` are stored, ``p`` is not below the recipe's floor, and kinds with state have
+a resume point exactly at ``p``. The policy answers the largest legal
+``p <= min(matched, prompt_tokens - 1)`` over all recipes on the path, and names what kept
+it from going further. See docs/policy.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvkeep.codecs.base import Reach
+from kvkeep.prefixstore.ranges import Ranges, covers
+
+
+class Reason(StrEnum):
+    """Why a lookup resumed what it did and not more. Values are a public interface."""
+
+    FULL = "full"
+    LAST_TOKEN = "last_token"
+    NO_PREFIX = "no_prefix"
+    BELOW_FLOOR = "below_floor"
+    NO_STATE_AT_OFFSET = "no_state_at_offset"
+    ROWS_MISSING = "rows_missing"
+    BELOW_MINIMUM = "below_minimum"
+    CORRUPT = "corrupt"
+    NEWER_FORMAT = "newer_format"
+    SPACE_CHANGED = "space_changed"
+    STORE_FAILED = "store_failed"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers of one recipe that share a kind, a reach, a floor and a row family."""
+
+    layers: tuple[str, ...]
+    kind: str
+    reach: Reach
+    floor: int = 0
+    family: int | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """A resume point: its offset, and the rows that each family must have to resume there."""
+
+    offset: int
+    needs: tuple[tuple[int, Ranges], ...] = ()
+    usable: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One recipe on the path, with the rows and resume points stored for it.
+
+    ``coverage[i]`` are the positions of family *i* whose rows are stored. Points are sorted
+    by offset.
+    """
+
+    groups: tuple[Group, ...]
+    coverage: tuple[Ranges, ...]
+    points: tuple[Point, ...] = ()
+
+    @property
+    def floor(self) -> int:
+        """The minimum-resumable offset: the maximum over the layers."""
+        return max((g.floor for g in self.groups), default=0)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether any layer resumes only at a snapshot."""
+        return any(g.reach.stateful for g in self.groups)
+
+
+@dataclass(frozen=True)
+class LayerLimit:
+    """How far these layers alone could have resumed, and what stopped them there."""
+
+    layers: tuple[str, ...]
+    kind: str
+    offset: int
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a lookup may resume.
+
+    ``matched`` tokens of ``prompt_tokens`` are stored; ``offset`` of them can be resumed;
+    ``reason`` and ``limits`` say why not more. ``detail`` completes the reason where it has
+    a part that varies, such as the field of a space that changed.
+    """
+
+    offset: int
+    matched: int
+    prompt_tokens: int
+    reason: Reason
+    limits: tuple[LayerLimit, ...] = ()
+    detail: str = ""
+
+    @property
+    def why(self) -> str:
+        """The reason as one word, such as ``space_changed:weights``."""
+        return f"{self.reason}:{self.detail}" if self.detail else str(self.reason)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(sorted({limit.kind for limit in self.limits}))
+        tail = f" ({kinds})" if kinds else ""
+        return f"resumed {self.offset:,} of {self.prompt_tokens:,}: {self.why}{tail}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A decision, and which candidate and resume point carry it out.
+
+    ``point`` is ``None`` where rows alone rebuild the caches, away from a snapshot.
+    """
+
+    decision: Decision
+    candidate: int | None = None
+    point: Point | None = None
+
+
+def decide(
+    prompt_tokens: int, matched: int, candidates: Sequence[Candidate], minimum: int = 1
+) -> Choice:
+    """The largest offset that is really resumable, and why it is not larger.
+
+    ``matched`` is the common prefix of the prompt and the stored path. ``minimum`` is the
+    smallest offset that is worth a restore; below it the answer is a miss.
+    """
+    limit = min(matched, prompt_tokens - 1)
+    if limit <= 0:
+        reason = Reason.LAST_TOKEN if matched > 0 else Reason.NO_PREFIX
+        return Choice(Decision(0, matched, prompt_tokens, reason))
+
+    best: tuple[int, bool, int, Point | None] = (0, False, -1, None)
+    for index, candidate in enumerate(candidates):
+        point = _last_point(candidate, limit)
+        interior = _interior(candidate, limit)
+        at_point = point is not None and point.offset >= interior
+        offset = point.offset if point is not None and at_point else interior
+        if offset and (offset, at_point) > best[:2]:
+            best = (offset, at_point, index, point if at_point else None)
+    offset, _, index, point = best
+
+    if offset >= limit:
+        reason = Reason.LAST_TOKEN if matched > limit else Reason.FULL
+        limits: tuple[LayerLimit, ...] = ()
+    else:
+        limits = _limits(candidates, index, limit)
+        reason = limits[0].reason if limits else Reason.ROWS_MISSING
+    if 0 < offset < minimum:
+        return Choice(Decision(0, matched, prompt_tokens, Reason.BELOW_MINIMUM, limits))
+    decision = Decision(offset, matched, prompt_tokens, reason, limits)
+    return Choice(decision, index if offset else None, point)
+
+
+def reachable(reach: Reach, coverage: Ranges, limit: int) -> int:
+    """The largest ``p <= limit`` whose rows are all in ``coverage``; 0 where there is none."""
+    if reach.window == 0:
+        return limit
+    for start, stop in reversed(coverage):
+        p = min(limit, stop)
+        if p <= start:
+            continue
+        if covers(coverage, reach.ranges(p)):
+            return p
+        if start == 0 and reach.window is not None:
+            return min(p, reach.window)
+    return 0
+
+
+def _last_point(candidate: Candidate, limit: int) -> Point | None:
+    floor = candidate.floor
+    for point in reversed(candidate.points):
+        if floor <= point.offset <= limit and point.usable and _whole(candidate, point):
+            return point
+    return None
+
+
+def _whole(candidate: Candidate, point: Point) -> bool:
+    return all(covers(candidate.coverage[family], needs) for family, needs in point.needs)
+
+
+def _interior(candidate: Candidate, limit: int) -> int:
+    if candidate.stateful:
+        return 0
+    p, before = limit, -1
+    while p and p != before:
+        before = p
+        for group in candidate.groups:
+            p = reachable(group.reach, _coverage(candidate, group), p)
+    return p if p >= candidate.floor else 0
+
+
+def _coverage(candidate: Candidate, group: Group) -> Ranges:
+    return candidate.coverage[group.family] if group.family is not None else ()
+
+
+def _limits(candidates: Sequence[Candidate], chosen: int, limit: int) -> tuple[LayerLimit, ...]:
+    """The limiting layers of the chosen recipe, or of the one that came furthest."""
+    if chosen >= 0:
+        return _limits_of(candidates[chosen], limit)
+    found = [_limits_of(candidate, limit) for candidate in candidates]
+    return max(found, key=lambda limits: min((x.offset for x in limits), default=0), default=())
+
+
+def _limits_of(candidate: Candidate, limit: int) -> tuple[LayerLimit, ...]:
+    out: list[LayerLimit] = []
+    for group in candidate.groups:
+        if limit < group.floor:
+            out.append(LayerLimit(group.layers, group.kind, 0, Reason.BELOW_FLOOR))
+            continue
+        rows = reachable(group.reach, _coverage(candidate, group), limit)
+        if group.reach.stateful:
+            at = max(
+                (p.offset for p in candidate.points if p.offset <= limit and p.usable), default=0
+            )
+            if at < limit:
+                out.append(LayerLimit(group.layers, group.kind, at, Reason.NO_STATE_AT_OFFSET))
+        elif rows < limit:
+            out.append(LayerLimit(group.layers, group.kind, rows, Reason.ROWS_MISSING))
+    return tuple(sorted(out, key=lambda x: x.offset))

@@ -1,0 +1,250 @@
+"""The caller's half of a snapshot: what is new is copied out, and nothing else is touched.
+
+Runs on the caller's thread, because MLX arrays may be evaluated only there. Rows go straight
+from the live arrays into the frames that will be written; no buffer of the cache is held
+when this returns (I10).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.codecs.base import Codec, Description, State, dtype_name
+from kvkeep.errors import EmptyCache, OffsetMismatch
+from kvkeep.persistence.environment import Transaction
+from kvkeep.persistence.frame import Draft
+from kvkeep.persistence.memory import host
+from kvkeep.persistence.tensors import TensorSpec
+from kvkeep.prefixstore.publish import Snapshot
+from kvkeep.prefixstore.ranges import (
+    Ranges,
+    clip,
+    covers,
+    intersect,
+    merged,
+    pieces,
+    subtract,
+    total,
+)
+from kvkeep.prefixstore.recipe import Live, read_caches
+from kvkeep.prefixstore.tokens import Tokens, common_prefix
+from kvkeep.prefixstore.trie import held_on, walk
+
+STATE_NAME = "{layer}/state/{name}"
+
+
+@dataclass(frozen=True)
+class RowDraft:
+    """The rows of one family for ``[start, stop)``, copied out and not yet sealed."""
+
+    family: int
+    start: int
+    stop: int
+    draft: Draft
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A snapshot that no longer needs the live caches."""
+
+    snapshot: Snapshot
+    rows: tuple[RowDraft, ...]
+    state: Draft | None
+    tokens_new: int
+    tokens_known: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory until it is written."""
+        state = self.state.nbytes if self.state is not None else 0
+        return sum(row.draft.nbytes for row in self.rows) + state
+
+    def coverage(self, recipe: bytes, tokens: Tokens) -> dict[int, Ranges]:
+        """The rows that this will have stored on the path of ``tokens``, by family."""
+        if self.snapshot.recipe.id != recipe:
+            return {}
+        shared = common_prefix(self.snapshot.tokens, tokens)
+        out: dict[int, Ranges] = {}
+        for row in self.rows:
+            here = clip(((row.start, row.stop),), 0, shared)
+            out[row.family] = merged((*out.get(row.family, ()), *here))
+        return out
+
+
+def prepare(
+    txn: Transaction,
+    space: bytes,
+    tokens: Tokens,
+    caches: Sequence[Any],
+    origin: str,
+    queued: Sequence[Prepared],
+    quarantined: frozenset[int],
+) -> Prepared:
+    """Describe ``caches``, find the rows that nobody stored before, and copy those out.
+
+    ``queued`` snapshots of the same space count as stored. Raises ``Refused`` before
+    anything is copied.
+    """
+    live = read_caches(caches, len(tokens))
+    offset = min(live.offset, len(tokens))
+    if offset == 0:
+        raise EmptyCache("There are no tokens to store")
+    tokens = tokens[:offset]
+    exact = offset == live.offset
+    states = [codec.state(cache) if exact else None for codec, cache, _ in live.leaves]
+    needs = _needs(live, states, offset)
+
+    path = walk(txn, space, tokens)
+    known: dict[int, Ranges] = {}
+    for held in held_on(txn, path, quarantined):
+        if held.recipe_id == live.recipe.id:
+            known = {family: held.coverage(family) for family in held.chunks}
+    matched = path.matched
+    for other in queued:
+        matched = max(matched, common_prefix(other.snapshot.tokens, tokens))
+        for family, ranges in other.coverage(live.recipe.id, tokens).items():
+            known[family] = merged((*known.get(family, ()), *ranges))
+
+    missing = [
+        subtract(_held(live, family, offset), known.get(family, ()))
+        for family in range(len(live.recipe.families))
+    ]
+    new = merged(((matched, offset), *(r for ranges in missing for r in ranges)))
+    cuts = [node.start for node in path.nodes] + [node.stop for node in path.nodes] + [matched]
+    snapshot = Snapshot(space, tokens.copy(), live.recipe, needs, origin, time.time())
+    return Prepared(
+        snapshot,
+        _copy_rows(live, snapshot, missing, cuts),
+        _copy_state(snapshot, states),
+        total(new),
+        offset - total(new),
+    )
+
+
+def _needs(
+    live: Live, states: Sequence[State | None], offset: int
+) -> tuple[tuple[int, Ranges], ...]:
+    """The rows that a resume at ``offset`` reads; refuses caches that do not hold them."""
+    out = []
+    for index, family in enumerate(live.recipe.families):
+        wanted: list[tuple[int, int]] = []
+        for i in family.layers:
+            codec, _, facts = live.leaves[i]
+            state = states[i]
+            wanted += codec.needs(facts.params, state.meta if state is not None else None, offset)
+        needs = merged(wanted)
+        if not covers(_held(live, index, offset), needs):
+            raise _mismatch(live, offset, live.recipe.layers[family.layers[0]].path)
+        out.append((index, needs))
+    if offset < live.offset:
+        for layer, (_, _, facts) in zip(live.recipe.layers, live.leaves, strict=True):
+            if facts.reach.stateful or (facts.floor or 0) > offset:
+                raise _mismatch(live, offset, layer.path)
+    return tuple(out)
+
+
+def _mismatch(live: Live, offset: int, layer: str) -> OffsetMismatch:
+    return OffsetMismatch(
+        f"The caches cover {live.offset:,} tokens and {offset:,} were given; "
+        f"layer {layer} cannot be cut there"
+    )
+
+
+def _held(live: Live, family: int, offset: int) -> Ranges:
+    """The positions whose rows every layer of the family holds."""
+    held: Ranges = ((0, offset),)
+    for i in live.recipe.families[family].layers:
+        segments = live.leaves[i][2].held
+        held = intersect(held, merged((s.position, s.position + s.length) for s in segments))
+    return held
+
+
+def _copy_rows(
+    live: Live, snapshot: Snapshot, missing: Sequence[Ranges], cuts: Sequence[int]
+) -> tuple[RowDraft, ...]:
+    if not any(missing):
+        return ()
+    planes = _planes(live)
+    out = []
+    for index, family in enumerate(live.recipe.families):
+        layers = [(i, live.recipe.layers[i]) for i in family.layers]
+        axes = [spec.axis for _, layer in layers for spec in layer.rows]
+        for start, stop in pieces(missing[index], family.chunk_tokens, cuts):
+            specs = [
+                TensorSpec(f"{i}/{spec.name}", spec.dtype, spec.sized(stop - start))
+                for i, layer in layers
+                for spec in layer.rows
+            ]
+            extra = {
+                "space": snapshot.space,
+                "recipe": snapshot.recipe.id,
+                "family": index,
+                "start": start,
+                "stop": stop,
+                "axes": axes,
+            }
+            draft = Draft(specs, extra)
+            for i, layer in layers:
+                for spec in layer.rows:
+                    name = f"{i}/{spec.name}"
+                    _copy(
+                        live.leaves[i][2], planes[name], draft.views[name], spec.axis, start, stop
+                    )
+            out.append(RowDraft(index, start, stop, draft))
+    return tuple(out)
+
+
+def _planes(live: Live) -> dict[str, Any]:
+    """Zero-copy views on the live arrays, by layer and name. Short-lived, see ``host``."""
+    import mlx.core as mx
+
+    found = {
+        f"{i}/{name}": array
+        for i, (codec, cache, facts) in enumerate(live.leaves)
+        if facts.rows
+        for name, array in codec.planes(cache).items()
+    }
+    mx.eval(list(found.values()))
+    return {name: host(array) for name, array in found.items()}
+
+
+def _copy(facts: Description, plane: Any, out: Any, axis: int, start: int, stop: int) -> None:
+    lead = (slice(None),) * axis
+    for segment in facts.held:
+        a = max(start, segment.position)
+        b = min(stop, segment.position + segment.length)
+        if a < b:
+            slot = segment.slot + a - segment.position
+            out[(*lead, slice(a - start, b - start))] = plane[(*lead, slice(slot, slot + b - a))]
+
+
+def _copy_state(snapshot: Snapshot, states: Sequence[State | None]) -> Draft | None:
+    import mlx.core as mx
+
+    tensors = {
+        STATE_NAME.format(layer=i, name=name): array
+        for i, state in enumerate(states)
+        if state is not None
+        for name, array in state.tensors.items()
+    }
+    metas = [dict(state.meta) if state is not None else {} for state in states]
+    if not tensors and not any(metas):
+        return None
+    mx.eval(list(tensors.values()))
+    specs = [TensorSpec(n, dtype_name(a), tuple(a.shape)) for n, a in tensors.items()]
+    extra = {
+        "space": snapshot.space,
+        "recipe": snapshot.recipe.id,
+        "offset": len(snapshot.tokens),
+        "meta": metas,
+    }
+    draft = Draft(specs, extra)
+    for name, array in tensors.items():
+        draft.views[name][...] = host(array)
+    return draft
+
+
+__all__ = ["Codec", "Prepared", "RowDraft", "prepare"]

@@ -1,0 +1,207 @@
+"""The transaction that makes a snapshot visible, all of it or nothing (I5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.persistence.frame import Draft, Frame
+from kvkeep.persistence.tensors import TensorSpec
+from kvkeep.prefixstore import layout
+from kvkeep.prefixstore.ledger import Ledger
+from kvkeep.prefixstore.ranges import Ranges, covers, merged, subtract
+from kvkeep.prefixstore.recipe import Recipe
+from kvkeep.prefixstore.records import Node, PointRecord, detach
+from kvkeep.prefixstore.tokens import Tokens
+from kvkeep.prefixstore.trie import held_on, walk
+
+
+class Vanished(Exception):
+    """Rows that the snapshot builds on were evicted or damaged since they were looked up."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stored row frame that no node refers to yet."""
+
+    family: int
+    start: int
+    stop: int
+    id: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one publishing transaction makes visible.
+
+    ``needs`` are the rows per family that the resume point at ``len(tokens)`` reads.
+    """
+
+    space: bytes
+    tokens: Tokens
+    recipe: Recipe
+    needs: tuple[tuple[int, Ranges], ...]
+    origin: str
+    created: float
+
+
+def publish(
+    ledger: Ledger,
+    snapshot: Snapshot,
+    chunks: Sequence[Chunk],
+    state: tuple[int, int] | None,
+    quarantined: frozenset[int],
+) -> None:
+    """Insert the tokens, attach chunks and state, and hang the resume point.
+
+    ``state`` is the id and the size of the state frame. Raises ``Vanished`` where the rows of
+    the resume point are not all there; the caller then aborts the transaction.
+    """
+    txn, offset = ledger.txn, len(snapshot.tokens)
+    nodes = _insert(ledger, snapshot)
+    path = walk(txn, snapshot.space, snapshot.tokens)
+    known = {
+        family: held.coverage(family)
+        for held in held_on(txn, path, quarantined)
+        if held.recipe_id == snapshot.recipe.id
+        for family in held.chunks
+    }
+    for chunk in chunks:
+        if txn.get("chunks", layout.u64(chunk.id)) is None:
+            raise Vanished("this snapshot waited so long that its chunks were freed")
+        if not subtract(((chunk.start, chunk.stop),), known.get(chunk.family, ())):
+            ledger.drop_chunk(chunk.id, owned=False)
+            continue
+        _attach(ledger, nodes, snapshot.recipe.id, chunk)
+        have = known.get(chunk.family, ())
+        known[chunk.family] = merged((*have, (chunk.start, chunk.stop)))
+    if not all(covers(known.get(family, ()), needs) for family, needs in snapshot.needs):
+        raise Vanished("rows that this snapshot builds on are no longer stored")
+    _hang(ledger, nodes, snapshot, state)
+    for node in nodes.values():
+        ledger.put_node(node)
+    if txn.get("recipes", snapshot.recipe.id) is None:
+        txn.put("recipes", snapshot.recipe.id, snapshot.recipe.packed)
+    ledger.touch(nodes[start] for start in sorted(nodes) if start < offset)
+
+
+def _insert(ledger: Ledger, snapshot: Snapshot) -> dict[int, Node]:
+    """The nodes along the tokens, by start offset, with the missing tail appended."""
+    txn, tokens = ledger.txn, snapshot.tokens
+    path = walk(txn, snapshot.space, tokens)
+    if path.broken is not None:
+        raise Vanished("the stored path has a damaged or newer record in it")
+    nodes = [detach(node) for node in path.nodes]
+    if path.matched < len(tokens):
+        if nodes and path.matched < nodes[-1].stop:
+            nodes[-1:] = [_split(ledger, nodes[-1], path.matched)]
+        parent = nodes[-1].id if nodes else layout.ROOT
+        tail = tokens[path.matched :]
+        key = layout.node_key(snapshot.space, parent, int(tail[0]))
+        nodes.append(Node(ledger.new_id(), key, path.matched, tail))
+    return {node.start: node for node in nodes}
+
+
+def _split(ledger: Ledger, node: Node, at: int) -> Node:
+    """Cut a node in two at offset ``at``; the upper half. The lower keeps id and children."""
+    upper = Node(
+        ledger.new_id(), node.key, node.start, node.tokens[: at - node.start], node.recipes
+    )
+    lower = replace(
+        node,
+        key=layout.node_key(node.space, upper.id, int(node.tokens[at - node.start])),
+        start=at,
+        tokens=node.tokens[at - node.start :],
+        refs=node.refs[:0],
+        points=tuple(p for p in node.points if p.offset > at),
+    )
+    upper = replace(upper, points=tuple(p for p in node.points if p.offset <= at))
+    halves = {node.start: upper, at: lower}
+    for index, family, start, stop, chunk, size in node.refs.tolist():
+        part = Chunk(family, start, stop, chunk, size)
+        if start >= at or stop <= at:
+            half = node.start if stop <= at else at
+            halves[half] = halves[half].with_ref(
+                node.recipes[index], family, start, stop, chunk, size
+            )
+        else:
+            _attach(ledger, halves, node.recipes[index], part, owned=True)
+    used = ledger.last_use(node)
+    for half in halves.values():
+        ledger.put_node(half)
+    ledger.touch(halves.values(), used)
+    return halves[node.start]
+
+
+def _attach(
+    ledger: Ledger, nodes: dict[int, Node], recipe: bytes, chunk: Chunk, *, owned: bool = False
+) -> None:
+    """Refer to ``chunk`` from the nodes that it lies in, cutting it where they part."""
+    parts = [
+        (node.start, max(chunk.start, node.start), min(chunk.stop, node.stop))
+        for node in nodes.values()
+        if node.start < chunk.stop and node.stop > chunk.start
+    ]
+    if len(parts) == 1:
+        pieces = [(chunk.id, chunk.size)]
+        if not owned:
+            ledger.own(chunk.size)
+    else:
+        try:
+            pieces = _cut(ledger, chunk, [(start, stop) for _, start, stop in parts])
+        except (CorruptFrame, NewerFormat) as error:
+            # The frame stays for `verify` to name; no node vouches for it any longer.
+            ledger.disown(chunk.id, chunk.size, str(error))
+            return
+        ledger.drop_chunk(chunk.id, owned=owned)
+    for (at, start, stop), (piece, size) in zip(parts, pieces, strict=True):
+        nodes[at] = nodes[at].with_ref(recipe, chunk.family, start, stop, piece, size)
+
+
+def _cut(ledger: Ledger, chunk: Chunk, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Store the rows of each part as a frame of its own; ids and sizes."""
+    data = ledger.txn.get("chunks", layout.u64(chunk.id))
+    if data is None:
+        raise CorruptFrame("A chunk is missing")
+    frame = Frame.open(data)
+    axes = frame.extra["axes"]
+    sealed = []
+    for start, stop in parts:
+        specs = [
+            TensorSpec(s.name, s.dtype, _resized(s.shape, axis, stop - start))
+            for s, axis in zip(frame.specs.values(), axes, strict=True)
+        ]
+        draft = Draft(specs, {**frame.extra, "start": start, "stop": stop})
+        for spec, axis in zip(specs, axes, strict=True):
+            frame.copy_into(
+                spec.name, draft.views[spec.name], axis, start - chunk.start, stop - chunk.start
+            )
+        sealed.append(draft.seal())
+    pieces = []
+    for one in sealed:
+        pieces.append((ledger.put_chunk(one), len(one)))
+        ledger.own(len(one))
+    return pieces
+
+
+def _hang(
+    ledger: Ledger, nodes: dict[int, Node], snapshot: Snapshot, state: tuple[int, int] | None
+) -> None:
+    """Hang the resume point on the node that its offset lies in; a known one is kept."""
+    offset, recipe = len(snapshot.tokens), snapshot.recipe.id
+    at = max(start for start in nodes if start < offset)
+    if nodes[at].find_point(recipe, offset) is not None:
+        if state is not None:
+            ledger.drop_chunk(state[0], owned=False)
+        return
+    chunk, size = state if state is not None else (0, 0)
+    if state is not None:
+        ledger.own(size)
+    point = PointRecord(offset, 0, snapshot.origin, snapshot.created, chunk, size, snapshot.needs)
+    nodes[at] = nodes[at].with_point(recipe, point)
+
+
+def _resized(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
+    return (*shape[:axis], length, *shape[axis + 1 :])

@@ -1,0 +1,238 @@
+"""Live caches as a recipe: one kind, its parameters and its boundary per layer, in order.
+
+Composites are flattened here, so that a codec never needs the registry. A leaf's path is
+its place: ``"3"`` is the fourth cache, ``"3.1"`` the second inside it.
+
+Rows belong to a recipe. Layers that read the same positions form a *family* and are stored
+together, so that one chunk holds all of them for a range of tokens. Two recipes never share
+rows: after a change of precision even an unconverted layer holds other values, because it
+was computed from the converted ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgpack
+
+from kvkeep.codecs import codec_for, codec_named
+from kvkeep.codecs.base import Codec, Composite, Description, Reach, RowSpec, Scalar
+from kvkeep.errors import EmptyCache, KvkeepError, MalformedCache, OffsetMismatch, Refused
+
+Tree = str | tuple[str, tuple["Tree", ...]]
+"""A leaf's path, or a composite's kind with what is inside."""
+
+CHUNK_BYTES = 8 << 20
+"""Aim for the bytes of a row chunk: large values read fast, small ones share better."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The frozen facts of one leaf."""
+
+    path: str
+    kind: str
+    version: int
+    params: tuple[tuple[str, Scalar], ...]
+    boundary: int | None
+    reach: Reach
+    rows: tuple[RowSpec, ...]
+
+    @cached_property
+    def codec(self) -> Codec:
+        """The codec that rebuilds this layer."""
+        return codec_named(self.kind, self.version)
+
+    @property
+    def floor(self) -> int:
+        """Below it the rows' precision history is not that of a shorter run."""
+        return self.boundary or 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """Layers whose rows are stored together, and how many positions make a chunk."""
+
+    layers: tuple[int, ...]
+    reach: Reach
+    bytes_per_token: int
+
+    @property
+    def chunk_tokens(self) -> int:
+        """A power of two, so that a chunk is a few MiB."""
+        wanted = CHUNK_BYTES // max(1, self.bytes_per_token)
+        return 1 << max(4, min(13, wanted.bit_length() - 1))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every layer of a cache list, and how they nest."""
+
+    layers: tuple[Layer, ...]
+    tree: tuple[Tree, ...]
+
+    @cached_property
+    def families(self) -> tuple[Family, ...]:
+        """Layers with rows, grouped by what they read and when their precision changed."""
+        groups: dict[tuple[Reach, int | None], list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.rows:
+                groups.setdefault((layer.reach, layer.boundary), []).append(index)
+        return tuple(
+            Family(
+                tuple(members),
+                reach,
+                sum(spec.bytes_per_token for i in members for spec in self.layers[i].rows),
+            )
+            for (reach, _), members in groups.items()
+        )
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The recipe as msgpack, stable for equal recipes."""
+        return bytes(
+            msgpack.packb(
+                {
+                    "layers": [
+                        [
+                            x.path,
+                            x.kind,
+                            x.version,
+                            sorted(x.params),
+                            x.boundary,
+                            [x.reach.window, x.reach.keep, x.reach.stateful],
+                            [[s.name, s.dtype, s.shape, s.axis] for s in x.rows],
+                        ]
+                        for x in self.layers
+                    ],
+                    "tree": self.tree,
+                }
+            )
+        )
+
+    @cached_property
+    def id(self) -> bytes:
+        """16 bytes; equal recipes have equal ids."""
+        return hashlib.blake2b(self.packed, digest_size=16).digest()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Each cache's kind, with the inner kinds of composites: ``list(arrays,kv)``."""
+        by_path = {layer.path: layer.kind for layer in self.layers}
+        return tuple(_spell(node, by_path) for node in self.tree)
+
+    @staticmethod
+    def unpack(data: bytes) -> Recipe:
+        """The recipe that ``packed`` wrote. Raises ``NewerFormat`` for unknown kinds."""
+        raw = msgpack.unpackb(data, strict_map_key=True, use_list=False)
+        layers = tuple(
+            Layer(
+                path,
+                kind,
+                version,
+                tuple((k, v) for k, v in params),
+                boundary,
+                Reach(window, keep, stateful),
+                tuple(RowSpec(n, d, tuple(s), a) for n, d, s, a in rows),
+            )
+            for path, kind, version, params, boundary, (window, keep, stateful), rows in raw[
+                "layers"
+            ]
+        )
+        return Recipe(layers, raw["tree"])
+
+
+@dataclass(frozen=True)
+class Live:
+    """A cache list under the knife: its recipe, and each leaf beside its description."""
+
+    recipe: Recipe
+    leaves: tuple[tuple[Codec, Any, Description], ...]
+    offset: int
+
+
+def kind_tree(caches: Sequence[Any]) -> tuple[str, ...]:
+    """The kinds of ``caches``, which may be empty: what a space calls its layout."""
+    return tuple(_kind_of(cache) for cache in caches)
+
+
+def read_caches(caches: Sequence[Any], tokens: int) -> Live:
+    """Describe live caches that should cover ``tokens`` positions.
+
+    Raises ``Refused`` with the layer's number and kind. Kinds without an offset of their own
+    take that of their siblings, or the token count where there is none.
+    """
+    if not caches:
+        raise EmptyCache("The list of caches is empty")
+    leaves: list[tuple[str, Codec, Any, Description]] = []
+    tree = tuple(_flatten(cache, str(i), leaves) for i, cache in enumerate(caches))
+    offsets = {d.offset for _, _, _, d in leaves if d.offset is not None}
+    if len(offsets) > 1:
+        seen = ", ".join(f"layer {path} ({d.kind}) at {d.offset}" for path, _, _, d in leaves[:8])
+        raise OffsetMismatch(f"The caches stand at different offsets: {seen}")
+    offset = offsets.pop() if offsets else tokens
+    layers = tuple(
+        Layer(path, d.kind, d.version, tuple(sorted(d.params.items())), d.boundary, d.reach, d.rows)
+        for path, _, _, d in leaves
+    )
+    return Live(Recipe(layers, tree), tuple((c, cache, d) for _, c, cache, d in leaves), offset)
+
+
+def assemble(recipe: Recipe, leaves: Sequence[Any]) -> list[Any]:
+    """The cache list of ``recipe`` from its leaves, in order."""
+    by_path = {layer.path: leaf for layer, leaf in zip(recipe.layers, leaves, strict=True)}
+    return [_join(node, by_path) for node in recipe.tree]
+
+
+def _flatten(cache: Any, path: str, out: list[tuple[str, Codec, Any, Description]]) -> Tree:
+    try:
+        codec = codec_for(cache)
+        if isinstance(codec, Composite):
+            inner = codec.children(cache)
+            return (codec.kind, tuple(_flatten(c, f"{path}.{i}", out) for i, c in enumerate(inner)))
+        out.append((path, codec, cache, codec.describe(cache)))
+        return path
+    except Refused as error:
+        if error.problem.startswith("Layer "):
+            raise
+        raise type(error)(f"Layer {path}: {error.problem}", remedy=error.remedy) from error
+
+
+def _kind_of(cache: Any) -> str:
+    codec = codec_for(cache)
+    if isinstance(codec, Composite):
+        return f"{codec.kind}({','.join(_kind_of(c) for c in codec.children(cache))})"
+    return codec.kind
+
+
+def _spell(node: Tree, kinds: dict[str, str]) -> str:
+    if isinstance(node, str):
+        return kinds[node]
+    kind, inner = node
+    return f"{kind}({','.join(_spell(x, kinds) for x in inner)})"
+
+
+def _join(node: Tree, leaves: dict[str, Any]) -> Any:
+    if isinstance(node, str):
+        return leaves[node]
+    kind, inner = node
+    composite = codec_named(kind, 1)
+    if not isinstance(composite, Composite):
+        raise MalformedCache(f"The kind {kind!r} holds no other caches")
+    return composite.assemble([_join(x, leaves) for x in inner])
+
+
+__all__ = [
+    "Family",
+    "KvkeepError",
+    "Layer",
+    "Live",
+    "Recipe",
+    "assemble",
+    "kind_tree",
+    "read_caches",
+]

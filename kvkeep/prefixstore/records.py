@@ -1,0 +1,174 @@
+"""A node of the trie as bytes.
+
+A node holds the edge that leads to it: a run of tokens from ``start`` on, references to the
+row chunks within that run, and the resume points on it. Everything that a lookup reads is in
+one value, behind one checksum.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.prefixstore.ranges import Ranges
+
+VERSION = 1
+
+_HEAD = struct.Struct(
+    "<"
+    "Q"  # xxh3-64 of everything after this field
+    "H"  # version of this record
+    "H"  # bytes of one token: 4 or 8
+    "I"  # chunk references
+    "I"  # bytes of the msgpack part
+    "I"  # tokens
+    "Q"  # node id
+    "Q"  # start offset
+)
+
+REF = np.dtype(
+    [
+        ("recipe", "<u4"),  # index into the node's list of recipe ids
+        ("family", "<u4"),
+        ("start", "<u8"),
+        ("stop", "<u8"),
+        ("chunk", "<u8"),
+        ("size", "<u8"),  # bytes of the frame
+    ]
+)
+
+Refs = NDArray[Any]
+
+
+class PointRecord(NamedTuple):
+    """A resume point as it is stored.
+
+    ``needs`` lists, per family, the rows that the caches held when the snapshot was taken.
+    ``state`` is the chunk id of the state frame, 0 where the recipe has none.
+    """
+
+    offset: int
+    recipe: int
+    origin: str
+    created: float
+    state: int
+    size: int
+    needs: tuple[tuple[int, Ranges], ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One edge of the trie and what hangs on it. ``tokens`` covers ``[start, stop)``."""
+
+    id: int
+    key: bytes
+    start: int
+    tokens: NDArray[Any]
+    recipes: tuple[bytes, ...] = ()
+    refs: Refs = field(default_factory=lambda: np.empty(0, REF))
+    points: tuple[PointRecord, ...] = ()
+
+    @property
+    def stop(self) -> int:
+        """The offset at the end of the run."""
+        return self.start + len(self.tokens)
+
+    @property
+    def space(self) -> bytes:
+        """The space that the node belongs to."""
+        return self.key[:16]
+
+    def recipe_index(self, recipe: bytes) -> tuple[Node, int]:
+        """The index of ``recipe`` in the node's list, on a node that has it."""
+        if recipe in self.recipes:
+            return self, self.recipes.index(recipe)
+        return replace(self, recipes=(*self.recipes, recipe)), len(self.recipes)
+
+    def with_ref(
+        self, recipe: bytes, family: int, start: int, stop: int, chunk: int, size: int
+    ) -> Node:
+        """The node with one more chunk, in order of recipe, family and position."""
+        node, index = self.recipe_index(recipe)
+        row = np.array([(index, family, start, stop, chunk, size)], REF)
+        refs = np.concatenate([node.refs, row])
+        return replace(node, refs=refs[np.lexsort((refs["start"], refs["family"], refs["recipe"]))])
+
+    def with_point(self, recipe: bytes, point: PointRecord) -> Node:
+        """The node with one more resume point, in order of offset."""
+        node, index = self.recipe_index(recipe)
+        points = sorted((*node.points, point._replace(recipe=index)), key=lambda p: p.offset)
+        return replace(node, points=tuple(points))
+
+    def find_point(self, recipe: bytes, offset: int) -> PointRecord | None:
+        """The resume point of ``recipe`` at ``offset``."""
+        for point in self.points:
+            if point.offset == offset and self.recipes[point.recipe] == recipe:
+                return point
+        return None
+
+    def chunk_ids(self) -> list[int]:
+        """Every value in ``chunks`` that lives and dies with this node."""
+        return [*map(int, self.refs["chunk"]), *(p.state for p in self.points if p.state)]
+
+    def pack(self) -> bytes:
+        """The record."""
+        tokens = narrow(self.tokens)
+        meta = msgpack.packb({"recipes": self.recipes, "points": self.points})
+        refs = np.ascontiguousarray(self.refs)
+        body = _HEAD.pack(
+            0, VERSION, tokens.itemsize, len(refs), len(meta), len(tokens), self.id, self.start
+        )[8:]
+        parts = body + refs.tobytes() + meta + tokens.tobytes()
+        return struct.pack("<Q", xxhash.xxh3_64_intdigest(parts)) + parts
+
+
+def unpack(key: bytes, data: memoryview | bytes) -> Node:
+    """The node of a record; its arrays are views on ``data``.
+
+    Raises ``CorruptFrame`` or ``NewerFormat`` before anything in it is used.
+    """
+    view = memoryview(data)
+    if len(view) < _HEAD.size:
+        raise CorruptFrame(f"A node record of {len(view)} bytes is too short")
+    digest, version, width, n_refs, n_meta, n_tokens, node_id, start = _HEAD.unpack(
+        view[: _HEAD.size]
+    )
+    if xxhash.xxh3_64_intdigest(view[8:]) != digest:
+        raise CorruptFrame("A node record does not match its checksum")
+    if version > VERSION:
+        raise NewerFormat(f"A node record has version {version}; this kvkeep reads {VERSION}")
+    refs_end = _HEAD.size + n_refs * REF.itemsize
+    meta_end = refs_end + n_meta
+    if width not in (4, 8) or meta_end + n_tokens * width != len(view) or n_tokens == 0:
+        raise CorruptFrame("A node record's lengths do not add up")
+    meta = msgpack.unpackb(view[refs_end:meta_end], use_list=False)
+    return Node(
+        node_id,
+        key,
+        start,
+        np.frombuffer(view, "<i4" if width == 4 else "<i8", n_tokens, meta_end),
+        meta["recipes"],
+        np.frombuffer(view, REF, n_refs, _HEAD.size),
+        tuple(PointRecord(*p) for p in meta["points"]),
+    )
+
+
+def narrow(tokens: NDArray[Any]) -> NDArray[Any]:
+    """The same ids in four bytes each, where all of them fit."""
+    if tokens.dtype == np.int32 or not len(tokens):
+        return np.ascontiguousarray(tokens, np.int32)
+    limits = np.iinfo(np.int32)
+    fits = int(tokens.min()) >= limits.min and int(tokens.max()) <= limits.max
+    return np.ascontiguousarray(tokens, np.int32 if fits else np.int64)
+
+
+def detach(node: Node) -> Node:
+    """The node with arrays of its own, valid after its transaction."""
+    return replace(node, tokens=node.tokens.copy(), refs=node.refs.copy())

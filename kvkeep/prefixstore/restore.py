@@ -1,0 +1,190 @@
+"""Rebuilding live caches: verified bytes go once, from the map into MLX-owned memory.
+
+Chunks are verified and copied by a few threads while the read transaction is open; the
+arrays themselves are made and handed over on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from kvkeep.codecs.base import Meta, Placement
+from kvkeep.errors import CorruptFrame, Damaged, NewerFormat
+from kvkeep.persistence.environment import Transaction
+from kvkeep.persistence.frame import Frame
+from kvkeep.persistence.memory import Slab
+from kvkeep.persistence.tensors import TensorSpec
+from kvkeep.prefixstore import layout
+from kvkeep.prefixstore.ranges import covers, merged
+from kvkeep.prefixstore.recipe import assemble
+from kvkeep.prefixstore.records import PointRecord
+from kvkeep.prefixstore.trie import Held
+
+
+class BrokenChunk(Exception):
+    """A stored frame cannot be used. ``newer`` is one of a newer format: kept, not damaged."""
+
+    def __init__(self, chunk: int, reason: str, *, newer: bool = False) -> None:
+        super().__init__(reason)
+        self.chunk = chunk
+        self.newer = newer
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """The caches, and the stored bytes that were read for them."""
+
+    caches: list[Any]
+    bytes_read: int
+
+
+def rebuild(
+    txn: Transaction, space: bytes, held: Held, point: PointRecord | None, p: int
+) -> Rebuilt:
+    """The caches of ``held`` at offset ``p``, exactly as snapshot where ``point`` is given.
+
+    Raises ``BrokenChunk`` for the first frame that cannot be used, and ``Damaged`` where
+    what was rebuilt does not stand at ``p``.
+    """
+    recipe = held.recipe
+    metas: list[Meta | None] = [None] * len(recipe.layers)
+    state: Frame | None = None
+    if point is not None and point.state:
+        state = _open(txn, point.state, {"space": space, "recipe": recipe.id, "offset": p})
+        metas = list(_metas(state, len(recipe.layers), point.state))
+    params = [dict(layer.params) for layer in recipe.layers]
+    placements = [
+        layer.codec.place(params[i], metas[i], p) for i, layer in enumerate(recipe.layers)
+    ]
+    slab = Slab(
+        [
+            TensorSpec(f"{i}/{spec.name}", spec.dtype, spec.sized(placements[i].capacity))
+            for i, layer in enumerate(recipe.layers)
+            for spec in layer.rows
+        ]
+        + (list(state.specs.values()) if state is not None else [])
+    )
+    jobs = _jobs(held, placements)
+    done = list(_pool().map(lambda job: _fill(txn, space, held, placements, slab, *job), jobs))
+    if state is not None:
+        for name in state.specs:
+            slab.views[name][...] = state.read(name)
+    arrays = slab.take()
+    leaves = [
+        layer.codec.build(
+            params[i],
+            metas[i],
+            p,
+            {spec.name: arrays[f"{i}/{spec.name}"] for spec in layer.rows},
+            _state_tensors(state, i, arrays),
+            layer.boundary,
+        )
+        for i, layer in enumerate(recipe.layers)
+    ]
+    for layer, leaf in zip(recipe.layers, leaves, strict=True):
+        offset = getattr(leaf, "offset", p)
+        if offset != p:
+            raise Damaged(f"Layer {layer.path} ({layer.kind}) came back at {offset}, not {p}")
+    return Rebuilt(assemble(recipe, leaves), sum(done))
+
+
+def _jobs(held: Held, placements: list[Placement]) -> list[tuple[int, int, int, int]]:
+    """The chunks to read: family, start, stop, chunk id."""
+    jobs = []
+    for index, family in enumerate(held.recipe.families):
+        wanted = merged(
+            (s.position, s.position + s.length)
+            for i in family.layers
+            for s in placements[i].segments
+        )
+        coverage = held.coverage(index)
+        if not covers(coverage, wanted):
+            raise Damaged(f"Rows of family {index} are missing; the policy should have known")
+        jobs += [
+            (index, start, stop, chunk)
+            for start, stop, chunk in held.chunks.get(index, ())
+            if any(start < b and a < stop for a, b in wanted)
+        ]
+    return jobs
+
+
+def _fill(
+    txn: Transaction,
+    space: bytes,
+    held: Held,
+    placements: list[Placement],
+    slab: Slab,
+    family: int,
+    start: int,
+    stop: int,
+    chunk: int,
+) -> int:
+    """Copy one chunk's rows to where they belong; the bytes read."""
+    expect = {"space": space, "recipe": held.recipe_id, "family": family, "start": start}
+    frame = _open(txn, chunk, expect)
+    for i in held.recipe.families[family].layers:
+        for spec in held.recipe.layers[i].rows:
+            name = f"{i}/{spec.name}"
+            found = frame.specs.get(name)
+            length = int(frame.extra.get("stop", 0)) - start
+            if (
+                found is None
+                or (found.dtype, found.shape) != (spec.dtype, spec.sized(length))
+                or length < stop - start
+            ):
+                raise BrokenChunk(chunk, f"tensor {name} is not what the recipe says")
+            lead = (slice(None),) * spec.axis
+            for segment in placements[i].segments:
+                a = max(start, segment.position)
+                b = min(stop, segment.position + segment.length)
+                if a < b:
+                    slot = segment.slot + a - segment.position
+                    out = slab.views[name][(*lead, slice(slot, slot + b - a))]
+                    try:
+                        frame.copy_into(name, out, spec.axis, a - start, b - start)
+                    except CorruptFrame as error:
+                        raise BrokenChunk(chunk, error.problem) from error
+    return frame.nbytes
+
+
+def _open(txn: Transaction, chunk: int, expect: Mapping[str, Any]) -> Frame:
+    data = txn.get("chunks", layout.u64(chunk))
+    if data is None:
+        raise BrokenChunk(chunk, "the record is missing")
+    try:
+        frame = Frame.open(data)
+    except NewerFormat as error:
+        raise BrokenChunk(chunk, error.problem, newer=True) from error
+    except CorruptFrame as error:
+        raise BrokenChunk(chunk, error.problem) from error
+    for key, value in expect.items():
+        if frame.extra.get(key) != value:
+            raise BrokenChunk(chunk, f"the record belongs to another {key}")
+    return frame
+
+
+def _metas(state: Frame, layers: int, chunk: int) -> list[Meta]:
+    metas = state.extra.get("meta")
+    if not isinstance(metas, (list, tuple)) or len(metas) != layers:
+        raise BrokenChunk(chunk, "the state lists other layers than the recipe")
+    return list(metas)
+
+
+def _state_tensors(state: Frame | None, layer: int, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    if state is None:
+        return {}
+    prefix = f"{layer}/state/"
+    return {
+        name.removeprefix(prefix): arrays[name] for name in state.specs if name.startswith(prefix)
+    }
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that verify and copy; more than cores, since cold pages make them wait."""
+    return ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), "kvkeep-read")

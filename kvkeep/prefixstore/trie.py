@@ -1,0 +1,163 @@
+"""Walking the radix trie, and turning what lies on a path into facts for the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.persistence.environment import Transaction
+from kvkeep.prefixstore import layout
+from kvkeep.prefixstore.policy import Candidate, Group, Point
+from kvkeep.prefixstore.ranges import Ranges, merged
+from kvkeep.prefixstore.recipe import Recipe
+from kvkeep.prefixstore.records import Node, PointRecord, unpack
+from kvkeep.prefixstore.tokens import Tokens, common_prefix
+
+
+@dataclass(frozen=True)
+class Path:
+    """The nodes along a prompt, from the root, and how many tokens they match.
+
+    The last node may reach beyond ``matched``. ``broken`` is the key of a record that could
+    not be read, where the walk had to stop.
+    """
+
+    nodes: tuple[Node, ...]
+    matched: int
+    broken: bytes | None = None
+    newer: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a path stores for one recipe: chunks and resume points, cut at ``matched``."""
+
+    recipe_id: bytes
+    recipe: Recipe
+    chunks: Mapping[int, list[tuple[int, int, int]]]  # family: (start, stop, chunk id)
+    points: tuple[PointRecord, ...]
+
+    def coverage(self, family: int) -> Ranges:
+        """The positions of ``family`` whose rows are stored."""
+        return merged((start, stop) for start, stop, _ in self.chunks.get(family, ()))
+
+
+@dataclass
+class Facts:
+    """The candidates of a path in the policy's terms, with what they stand for."""
+
+    matched: int
+    held: list[Held] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
+
+
+def walk(txn: Transaction, space: bytes, tokens: Tokens) -> Path:
+    """The stored path of ``tokens``: one read for each edge, one comparison for each run."""
+    nodes: list[Node] = []
+    parent, at = layout.ROOT, 0
+    while at < len(tokens):
+        key = layout.node_key(space, parent, int(tokens[at]))
+        data = txn.get("nodes", key)
+        if data is None:
+            break
+        try:
+            node = unpack(key, data)
+            if node.start != at:
+                raise CorruptFrame(f"A node starts at {node.start} where {at} is due")
+        except CorruptFrame:
+            return Path(tuple(nodes), at, broken=key)
+        except NewerFormat:
+            return Path(tuple(nodes), at, broken=key, newer=True)
+        shared = common_prefix(tokens[at:], node.tokens)
+        if shared == 0:
+            return Path(tuple(nodes), at, broken=key)
+        nodes.append(node)
+        at += shared
+        if shared < len(node.tokens):
+            break
+        parent = node.id
+    return Path(tuple(nodes), at)
+
+
+def children(txn: Transaction, space: bytes, parent: int) -> Iterator[bytes]:
+    """The keys of the nodes below ``parent``."""
+    return txn.keys("nodes", prefix=layout.children_prefix(space, parent))
+
+
+def has_children(txn: Transaction, space: bytes, parent: int) -> bool:
+    """Whether ``parent`` is an inner node."""
+    return next(children(txn, space, parent), None) is not None
+
+
+def load_recipe(txn: Transaction, recipe_id: bytes) -> Recipe | None:
+    """The recipe of that id; ``None`` where it is missing, damaged or of an unknown kind."""
+    data = txn.get("recipes", recipe_id)
+    if data is None:
+        return None
+    try:
+        recipe = Recipe.unpack(bytes(data))
+        recipe.families  # noqa: B018  (computes, and so checks, the layers)
+        _ = [layer.codec for layer in recipe.layers]
+    except NewerFormat:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return recipe if recipe.id == recipe_id else None
+
+
+def held_on(txn: Transaction, path: Path, quarantined: Container[int]) -> list[Held]:
+    """What ``path`` stores for every recipe on it, without quarantined records."""
+    chunks: dict[bytes, dict[int, list[tuple[int, int, int]]]] = {}
+    points: dict[bytes, list[PointRecord]] = {}
+    for node in path.nodes:
+        refs = node.refs[node.refs["start"] < path.matched]
+        for index, family, start, stop, chunk, _ in refs.tolist():
+            if chunk not in quarantined:
+                mine = chunks.setdefault(node.recipes[index], {}).setdefault(family, [])
+                mine.append((start, min(stop, path.matched), chunk))
+        for point in node.points:
+            if point.offset <= path.matched:
+                points.setdefault(node.recipes[point.recipe], []).append(point)
+    out = []
+    for recipe_id in {**chunks, **points}:
+        recipe = load_recipe(txn, recipe_id)
+        if recipe is not None:
+            found = tuple(points.get(recipe_id, ()))
+            out.append(Held(recipe_id, recipe, chunks.get(recipe_id, {}), found))
+    return out
+
+
+def facts_of(txn: Transaction, path: Path, quarantined: Container[int]) -> Facts:
+    """The policy's view of ``path``."""
+    facts = Facts(path.matched)
+    for held in held_on(txn, path, quarantined):
+        facts.held.append(held)
+        facts.candidates.append(
+            Candidate(
+                groups=_groups(held.recipe),
+                coverage=tuple(held.coverage(f) for f in range(len(held.recipe.families))),
+                points=tuple(
+                    Point(
+                        p.offset,
+                        tuple((f, tuple(tuple(r) for r in ranges)) for f, ranges in p.needs),  # type: ignore[misc]
+                        usable=p.state not in quarantined,
+                    )
+                    for p in held.points
+                ),
+            )
+        )
+    return facts
+
+
+def _groups(recipe: Recipe) -> tuple[Group, ...]:
+    families = {i: f for f, family in enumerate(recipe.families) for i in family.layers}
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for i, layer in enumerate(recipe.layers):
+        key = (layer.kind, layer.reach, layer.floor, families.get(i))
+        groups.setdefault(key, []).append(layer.path)
+    return tuple(
+        Group(tuple(paths), kind, reach, floor, family)
+        for (kind, reach, floor, family), paths in groups.items()
+    )

@@ -1,0 +1,285 @@
+"""Write-behind: one bounded queue, one writer thread, bytes only.
+
+A snapshot goes through three steps. Room is made for all of it; its chunks are committed one
+by one, unseen, each durable as it goes; one last transaction publishes it. Small snapshots do
+all three in that last transaction. What a crash leaves unpublished is listed in ``pending``
+and freed by the next process that finds its writer gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from kvkeep.errors import KvkeepError, StoreFull
+from kvkeep.persistence.environment import Environment, Transaction
+from kvkeep.prefixstore import layout
+from kvkeep.prefixstore.evict import evict
+from kvkeep.prefixstore.ledger import Ledger
+from kvkeep.prefixstore.prepare import Prepared, RowDraft
+from kvkeep.prefixstore.publish import Chunk, Vanished, publish
+from kvkeep.prefixstore.receipt import Receipt
+from kvkeep.prefixstore.trie import walk
+
+log = logging.getLogger("kvkeep")
+
+QUEUE_BYTES = 4 << 30
+ONE_TRANSACTION = 16 << 20
+ORPHAN_SECONDS = 3600.0
+
+Task = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The byte budget of the store, and the bytes of disk that must stay free."""
+
+    max_bytes: int
+    disk_reserve: int
+
+
+class Writer:
+    """Takes prepared snapshots and small write tasks, in order, on a thread of its own."""
+
+    def __init__(
+        self, env: Environment, limits: Limits, quarantined: Callable[[], frozenset[int]]
+    ) -> None:
+        self._env = env
+        self._limits = limits
+        self._quarantined = quarantined
+        self._tasks: queue.Queue[Task | None] = queue.Queue()
+        self._queued: list[Prepared] = []
+        self._room = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._seal = ThreadPoolExecutor(2, "kvkeep-seal")
+
+    def queued(self, space: bytes) -> list[Prepared]:
+        """Snapshots of ``space`` that are accepted and not yet published."""
+        with self._room:
+            return [p for p in self._queued if p.snapshot.space == space]
+
+    def submit(self, prepared: Prepared) -> Receipt:
+        """Accept a snapshot. Waits while the queue holds more bytes than it may."""
+        receipt = Receipt(prepared.tokens_new, prepared.tokens_known)
+        with self._room:
+            while self._queued and self._bytes() + prepared.nbytes > QUEUE_BYTES:
+                self._room.wait()
+            self._queued.append(prepared)
+        self.call(lambda: self._store(prepared, receipt))
+        return receipt
+
+    def call(self, task: Task) -> None:
+        """Run ``task`` on the writer's thread, after everything accepted before it."""
+        with self._room:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvkeep-write", daemon=True)
+                self._thread.start()
+        self._tasks.put(task)
+
+    def flush(self) -> None:
+        """Return once everything accepted so far is durable or refused."""
+        if self._thread is None or not self._thread.is_alive():
+            return
+        done = threading.Event()
+        self._tasks.put(done.set)
+        done.wait()
+
+    def close(self) -> None:
+        """Flush, and end the thread."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+        self._seal.shutdown()
+
+    def _bytes(self) -> int:
+        return sum(p.nbytes for p in self._queued)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:
+                log.exception("kvkeep: a write task failed; the store is as before it")
+
+    def _store(self, prepared: Prepared, receipt: Receipt) -> None:
+        try:
+            written = self._write(prepared)
+            receipt.settle(True, written, "stored" if written else "already_stored")
+        except StoreFull as error:
+            receipt.settle(False, 0, error.problem)
+        except Vanished as error:
+            receipt.settle(False, 0, str(error))
+        except KvkeepError as error:
+            receipt.settle(False, 0, error.problem)
+        except Exception as error:
+            log.exception("kvkeep: a snapshot was not stored")
+            receipt.settle(False, 0, f"failed: {error}")
+        finally:
+            with self._room:
+                self._queued.remove(prepared)
+                self._room.notify_all()
+
+    def _write(self, prepared: Prepared) -> int:
+        """Store and publish; the bytes of rows and state written."""
+        if self._already(prepared):
+            with self._env.begin(write=True) as txn:
+                ledger = Ledger(txn)
+                publish(ledger, prepared.snapshot, (), None, self._quarantined())
+                ledger.settle()
+            return 0
+        self._check_disk(prepared.nbytes)
+        if prepared.nbytes <= ONE_TRANSACTION:
+            sealed = [(row, row.draft.seal()) for row in prepared.rows]
+            with self._env.begin(write=True) as txn:
+                ledger = Ledger(txn)
+                self._make_room(ledger, prepared)
+                chunks = [_chunk(row, ledger.put_chunk(data), data) for row, data in sealed]
+                return self._publish(ledger, prepared, chunks)
+        return self._write_large(prepared)
+
+    def _write_large(self, prepared: Prepared) -> int:
+        job = time.time_ns()
+        try:
+            with self._env.begin(write=True) as txn:
+                ledger = Ledger(txn)
+                self._make_room(ledger, prepared)
+                ledger.settle()
+                txn.put("pending", layout.pair(job, 0), _pending(prepared.nbytes))
+            chunks = []
+            for row, data in self._sealed(prepared.rows):
+                with self._env.begin(write=True) as txn:
+                    ledger = Ledger(txn)
+                    chunks.append(_chunk(row, ledger.put_chunk(data), data))
+                    ledger.settle()
+                    txn.put("pending", layout.pair(job, chunks[-1].id), _pending(0))
+            with self._env.begin(write=True) as txn:
+                ledger = Ledger(txn)
+                for key in list(txn.keys("pending", prefix=layout.u64(job))):
+                    txn.delete("pending", bytes(key))
+                return self._publish(ledger, prepared, chunks)
+        except BaseException:
+            self._abandon(job)
+            raise
+
+    def _publish(self, ledger: Ledger, prepared: Prepared, chunks: Sequence[Chunk]) -> int:
+        state = None
+        if prepared.state is not None:
+            data = prepared.state.seal()
+            state = (ledger.put_chunk(data), len(data))
+        publish(ledger, prepared.snapshot, chunks, state, self._quarantined())
+        ledger.settle()
+        return sum(c.size for c in chunks) + (state[1] if state else 0)
+
+    def _already(self, prepared: Prepared) -> bool:
+        """Whether this very resume point is stored, so that there is nothing to write."""
+        snapshot = prepared.snapshot
+        if prepared.rows:
+            return False
+        with self._env.begin() as txn:
+            path = walk(txn, snapshot.space, snapshot.tokens)
+            return path.matched == len(snapshot.tokens) and any(
+                node.find_point(snapshot.recipe.id, path.matched) for node in path.nodes
+            )
+
+    def _make_room(self, ledger: Ledger, prepared: Prepared) -> None:
+        snapshot = prepared.snapshot
+        tokens = layout.footprint(len(snapshot.tokens) * 8)
+        drafts = [row.draft.nbytes for row in prepared.rows]
+        if prepared.state is not None:
+            drafts.append(prepared.state.nbytes)
+        wanted = sum(map(layout.footprint, drafts)) + tokens
+        path = walk(ledger.txn, snapshot.space, snapshot.tokens)
+        budget = self._limits.max_bytes - _reserved(ledger.txn)
+        evict(ledger, to=budget - wanted, protect={node.id for node in path.nodes})
+        if ledger.used + wanted > budget:
+            raise StoreFull(
+                f"A snapshot of {wanted:,} bytes does not fit the budget of "
+                f"{self._limits.max_bytes:,} bytes beside what it builds on"
+            )
+
+    def _check_disk(self, wanted: int) -> None:
+        free = self._env.free_bytes()
+        if free - wanted < self._limits.disk_reserve:
+            raise StoreFull(
+                f"The store's disk has {free:,} bytes free, below its reserve of "
+                f"{self._limits.disk_reserve:,} bytes after this snapshot"
+            )
+
+    def _sealed(self, rows: Iterable[RowDraft]) -> Iterator[tuple[RowDraft, Any]]:
+        """Rows with their sealed frames, in order; two are sealed ahead of the writing."""
+        ahead: deque[tuple[RowDraft, Future[Any]]] = deque()
+        for row in rows:
+            ahead.append((row, self._seal.submit(row.draft.seal)))
+            if len(ahead) > 2:
+                first, future = ahead.popleft()
+                yield first, future.result()
+        for first, future in ahead:
+            yield first, future.result()
+
+    def _abandon(self, job: int) -> None:
+        """Free what an unfinished snapshot left; a crash here leaves it to ``free_orphans``."""
+        try:
+            with self._env.begin(write=True) as txn:
+                _free(Ledger(txn), layout.u64(job))
+        except KvkeepError as error:
+            log.warning("kvkeep: unpublished chunks stay until the next open: %s", error.problem)
+
+
+def free_orphans(env: Environment) -> int:
+    """Free chunks whose writer died before it published them; how many."""
+    with env.begin() as txn:
+        jobs = {}
+        for key, value in txn.items("pending"):
+            job, _ = layout.from_pair(key)
+            pid, when = msgpack.unpackb(value)[1:]
+            jobs[job] = _gone(pid) or time.time() - when > ORPHAN_SECONDS
+    dead = [job for job, gone in jobs.items() if gone]
+    if not dead:
+        return 0
+    with env.begin(write=True) as txn:
+        return sum(_free(Ledger(txn), layout.u64(job)) for job in dead)
+
+
+def _free(ledger: Ledger, prefix: bytes) -> int:
+    freed = 0
+    for key in [bytes(k) for k in ledger.txn.keys("pending", prefix=prefix)]:
+        chunk = layout.from_pair(key)[1]
+        if chunk:
+            ledger.drop_chunk(chunk, owned=False)
+            freed += 1
+        ledger.txn.delete("pending", key)
+    return freed
+
+
+def _reserved(txn: Transaction) -> int:
+    """Bytes that snapshots in flight, in any process, were promised."""
+    return sum(int(msgpack.unpackb(value)[0]) for _, value in txn.items("pending"))
+
+
+def _pending(nbytes: int) -> bytes:
+    return bytes(msgpack.packb([nbytes, os.getpid(), time.time()]))
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _chunk(row: RowDraft, chunk: int, data: Any) -> Chunk:
+    return Chunk(row.family, row.start, row.stop, chunk, len(data))
