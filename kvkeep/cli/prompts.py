@@ -1,0 +1,92 @@
+"""The tokens of a prompt: from text, a chat or a file of ids."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import BadTokens, KvkeepError
+
+
+class PromptUnreadable(KvkeepError):
+    """A prompt's file does not hold what its option says."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of four ways to name a prompt; the others are ``None``."""
+
+    text: str | None = None
+    file: Path | None = None
+    chat: Path | None = None
+    ids: Path | None = None
+    raw: bool = False
+
+    def tokens(self, tokenizer: Any) -> list[int]:
+        """The token ids, as ``tokenizer`` writes them.
+
+        Text becomes one user message where the tokenizer has a chat template, unless
+        ``raw``. Raises ``PromptUnreadable`` or ``BadTokens``.
+        """
+        if self.ids is not None:
+            return parse_ids(_read(self.ids), str(self.ids))
+        if self.chat is not None:
+            return _templated(tokenizer, parse_chat(_read(self.chat), str(self.chat)))
+        text = self.text if self.text is not None else _read(self.file or Path("-"))
+        if not self.raw and tokenizer.has_chat_template:
+            return _templated(tokenizer, [{"role": "user", "content": text}])
+        return _filled(list(tokenizer.encode(text)))
+
+
+def parse_ids(text: str, name: str) -> list[int]:
+    """Token ids of a JSON list, or of integers apart by white space.
+
+    >>> parse_ids("[1, 2]", "f"), parse_ids("1 2", "f")
+    ([1, 2], [1, 2])
+    """
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else text.split()
+        ids = [int(x) for x in found if not isinstance(x, bool | float)]
+    except (ValueError, TypeError) as error:
+        raise BadTokens(f"{name} is neither a JSON list nor integers: {error}") from error
+    if len(ids) != len(found):
+        raise BadTokens(f"{name} holds values that are not integers")
+    return _filled(ids)
+
+
+def parse_chat(text: str, name: str) -> list[dict[str, Any]]:
+    """The messages of a JSON list of objects, each with a role."""
+    remedy = 'Write [{"role": "user", "content": "…"}, …].'
+    try:
+        messages = json.loads(text)
+    except ValueError as error:
+        raise PromptUnreadable(f"{name} is not JSON: {error}", remedy=remedy) from error
+    if not isinstance(messages, list) or not messages:
+        raise PromptUnreadable(f"{name} is not a list of messages", remedy=remedy)
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise PromptUnreadable(f"{name} holds a message without a role", remedy=remedy)
+    return messages
+
+
+def _templated(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return _filled(list(ids))
+
+
+def _filled(ids: list[int]) -> list[int]:
+    if not ids:
+        raise PromptUnreadable("The prompt is empty", remedy="Give it at least one token.")
+    return ids
+
+
+def _read(path: Path) -> str:
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptUnreadable(f"{path} is not text in UTF-8", remedy="Convert it.") from error

@@ -1,0 +1,106 @@
+"""The frame that all commands share: help, lazy loading, errors and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from kvkeep import cli
+from kvkeep.cli import COMMANDS, main, options
+from kvkeep.errors import Damaged, KvkeepError, StoreFull
+
+HEAVY = ("mlx", "mlx_lm", "lmdb", "numpy", "transformers", "msgpack", "zstandard", "platformdirs")
+
+
+def loaded(name: str) -> click.Command:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    return command
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_teaches_with_an_example(name: str) -> None:
+    shown = CliRunner().invoke(main, [name, "--help"])
+    assert shown.exit_code == 0
+    assert loaded(name).name == name
+    _, found, example = shown.output.partition("Example:\n")
+    assert found, f"{name} has no example"
+    assert f"kvkeep {name} " in example
+    assert len(loaded(name).get_short_help_str(200)) <= 64, "cut off in the list of commands"
+    assert max(map(len, shown.output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained_and_the_common_ones_are_there(name: str) -> None:
+    params = [p for p in loaded(name).params if isinstance(p, click.Option)]
+    assert not [p.name for p in params if not p.help]
+    assert {"--store", "--json", "--debug"} <= {o for p in params for o in p.opts}
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["doctor", "--help"]])
+def test_help_imports_nothing_heavy(argv: list[str]) -> None:
+    program = (
+        "import sys; from kvkeep.cli import main\n"
+        f"main({argv!r}, prog_name='kvkeep', standalone_mode=False)\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    assert CliRunner().invoke(main, ["nonsense"]).exit_code == 2
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """A command ``fail`` that raises what the list holds."""
+    errors: list[Exception] = []
+
+    @click.command("fail")
+    @options.common
+    def command(store: Path, as_json: bool) -> None:
+        raise errors[0]
+
+    monkeypatch.setattr(
+        cli.Commands, "get_command", lambda _self, _ctx, name: command if name == "fail" else None
+    )
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "first"),
+    [
+        (StoreFull("no room"), 6, "error: no room"),
+        (Damaged("bad byte"), 4, "error: bad byte"),
+        (KvkeepError("odd"), 1, "error: odd"),
+        (ZeroDivisionError("x"), 1, "error: unexpected ZeroDivisionError: x"),
+    ],
+)
+def test_an_error_is_one_message_with_its_exit_code(
+    failing: list[Exception], error: Exception, code: int, first: str
+) -> None:
+    failing.append(error)
+    result = CliRunner().invoke(main, ["fail"])
+    assert result.exit_code == code
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines[0] == first
+    assert "Traceback" not in result.stderr
+    if remedy := getattr(error, "remedy", "--debug"):
+        assert remedy in result.stderr
+
+
+@pytest.mark.parametrize("error", [StoreFull("no room"), ZeroDivisionError("x")])
+def test_debug_keeps_the_error_for_its_traceback(
+    failing: list[Exception], error: Exception
+) -> None:
+    failing.append(error)
+    assert CliRunner().invoke(main, ["fail", "--debug"]).exception is error
