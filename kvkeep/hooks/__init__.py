@@ -1,0 +1,1 @@
+"""What servers and scripts call around a model's forward passes."""
