@@ -1,0 +1,1 @@
+"""Rows and state ⇄ bytes: frames, compression, checksums, the LMDB environment, portable files."""

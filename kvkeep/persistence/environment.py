@@ -1,0 +1,382 @@
+"""The LMDB environment of a store: opened once per process, private, safe at power loss.
+
+LMDB must not be opened twice in one process, and an environment must not be used after a fork.
+So handles on the same folder share one environment, counted, and each handle remembers its
+process.
+
+A commit flushes its pages (``metasync=False``: not the page that names the last commit).
+After a power loss the store is intact, but the very last commit may be undone; ``sync`` closes
+that gap.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from kvkeep.errors import StoreClosed, StoreReadOnly, StoreUnusable
+from kvkeep.persistence.lmdb_errors import translate, translate_opening, translated
+
+DATA_FILE = "data.mdb"
+LOCK_FILE = "lock.mdb"
+MAX_READERS = 512
+MAX_DATABASES = 64
+
+
+class Environment:
+    """A handle on the store in a folder. Usable from several threads; a context manager.
+
+    ``map_size`` bytes of address space bound the file; the first handle of a process fixes it.
+    ``databases`` are made where missing. The folder is made with mode 0700, its files with
+    0600, and those of an existing store are tightened where this user owns them.
+
+    ``read_only`` changes nothing. Where not even the lock file may be written it reads without
+    locks: then no other process may write at the same time.
+
+    Raises ``NotAStore``, ``StoreReadOnly``, ``StoreFull`` or another ``StoreUnusable``.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        map_size: int,
+        databases: Sequence[str],
+        read_only: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.read_only = read_only
+        self._pid = os.getpid()
+        self._closed = False
+        try:
+            self._shared = _acquire(self.folder, map_size, databases, read_only)
+        except (lmdb.Error, OSError) as error:
+            raise translate_opening(error, self.folder) from error
+
+    def __enter__(self) -> Environment:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def usable(self) -> bool:
+        """Whether this handle is open and this is the process that opened it."""
+        return not self._closed and self._pid == os.getpid()
+
+    @property
+    def map_size(self) -> int:
+        """Bytes that the file may grow to."""
+        with translated(self.folder):
+            return int(self._open().info()["map_size"])
+
+    @contextmanager
+    def begin(self, write: bool = False) -> Iterator[Transaction]:
+        """A transaction, committed at the end of the block, undone if the block raises.
+
+        Waits for other writers. A thread may hold one write transaction, and must end it itself.
+        Raises ``StoreClosed``, ``StoreReadOnly``, ``StoreFull`` or another ``StoreUnusable``.
+        """
+        if write and self.read_only:
+            raise StoreReadOnly(f"{self.folder}: opened for reading only")
+        self._open()
+        with self._shared.used(write):
+            env = self._open()
+            try:
+                inner = env.begin(write=write, buffers=True)
+            except lmdb.Error as error:
+                raise translate(error, self.folder) from error
+            try:
+                yield Transaction(inner, self._shared.databases, self.folder, write)
+            except BaseException:
+                if self._pid == os.getpid():
+                    inner.abort()
+                raise
+            if self._pid == os.getpid():
+                with translated(self.folder):
+                    inner.commit()
+
+    def sync(self) -> None:
+        """Return once every commit so far survives a power loss."""
+        with self._shared.used(write=False), translated(self.folder):
+            self._open().sync(True)
+
+    def free_bytes(self) -> int:
+        """Bytes that this user may still write to the store's disk."""
+        return free_bytes(self.folder)
+
+    def file_bytes(self) -> int:
+        """Bytes of the data file."""
+        with translated(self.folder):
+            return (self.folder / DATA_FILE).stat().st_size
+
+    def close(self) -> None:
+        """Give the handle back; the last one waits for transactions of other threads, and closes.
+
+        Closing twice is fine, and closing in a forked child leaves the parent's store alone.
+        Raises ``RuntimeError`` inside a transaction of this thread.
+        """
+        if self.usable:
+            _release(self._shared)
+        self._closed = True
+
+    def _open(self) -> lmdb.Environment:
+        env = self._shared.env
+        if not self.usable or env is None:
+            where = "closed" if self._closed else "opened by a parent process"
+            raise StoreClosed(f"{self.folder}: this store is {where}")
+        return env
+
+
+class Transaction:
+    """Reads and writes by database name. Keys and values are bytes-like.
+
+    What ``get`` and ``items`` return lies in LMDB's map: it is valid until the transaction
+    ends and, in a write transaction, only until the next write. A read transaction may be
+    read from by several threads at once.
+    """
+
+    def __init__(self, inner: Any, databases: dict[str, Any], folder: Path, write: bool) -> None:
+        self._txn = inner
+        self._databases = databases
+        self._folder = folder
+        self._write = write
+        self._ready: set[str] = set()
+        self._lock = threading.Lock()
+
+    def get(self, database: str, key: Any) -> memoryview | None:
+        """The value of ``key``, not copied; ``None`` where there is none."""
+        try:
+            db = self._database(database)
+            return self._txn.get(key, None, db) if db is not None else None
+        except lmdb.Error as error:
+            raise translate(error, self._folder) from error
+
+    def put(self, database: str, key: Any, value: Any, *, append: bool = False) -> None:
+        """Write ``value``, replacing another. ``append``: the key is most likely the highest."""
+        try:
+            db = self._databases[database]
+            if not append or not self._txn.put(key, value, db=db, append=True):
+                self._txn.put(key, value, db=db)
+        except lmdb.Error as error:
+            raise translate(error, self._folder) from error
+
+    def delete(self, database: str, key: Any) -> bool:
+        """Delete ``key``; whether it was there."""
+        try:
+            return bool(self._txn.delete(key, db=self._databases[database]))
+        except lmdb.Error as error:
+            raise translate(error, self._folder) from error
+
+    def count(self, database: str) -> int:
+        """How many keys there are."""
+        try:
+            db = self._database(database)
+            return int(self._txn.stat(db)["entries"]) if db is not None else 0
+        except lmdb.Error as error:
+            raise translate(error, self._folder) from error
+
+    def keys(self, database: str, *, prefix: bytes = b"", start: bytes = b"") -> Iterator[bytes]:
+        """The keys from ``start`` on that begin with ``prefix``, sorted. List them to write."""
+        return (key for key, _ in self._scan(database, prefix, start, values=False))
+
+    def items(
+        self, database: str, *, prefix: bytes = b"", start: bytes = b""
+    ) -> Iterator[tuple[bytes, memoryview]]:
+        """As ``keys``, with the values; in a write transaction the values are copies."""
+        return self._scan(database, prefix, start, values=True)
+
+    def _scan(
+        self, database: str, prefix: bytes, start: bytes, *, values: bool
+    ) -> Iterator[tuple[bytes, memoryview]]:
+        try:
+            db = self._database(database)
+            if db is None:
+                return
+            with self._txn.cursor(db=db) as cursor:
+                found = cursor.set_range(first) if (first := max(prefix, start)) else cursor.first()
+                while found:
+                    key = bytes(cursor.key())
+                    if not key.startswith(prefix):
+                        return
+                    value = cursor.value() if values else _NOTHING
+                    yield key, memoryview(bytes(value)) if self._write else value
+                    found = cursor.next()
+        except lmdb.Error as error:
+            raise translate(error, self._folder) from error
+
+    def _database(self, name: str) -> Any:
+        """The handle of ``name``, whose root page this transaction has read, once."""
+        db = self._databases[name]
+        if name not in self._ready and db is not None:
+            # LMDB reads the root on first use and is not safe if two threads do so at once.
+            with self._lock:
+                self._txn.stat(db)
+                self._ready.add(name)
+        return db
+
+
+def free_bytes(folder: str | os.PathLike[str]) -> int:
+    """Bytes that this user may still write to the disk of ``folder``, which need not exist yet."""
+    path = Path(folder).absolute()
+    with translated(path):
+        while not path.exists():
+            path = path.parent
+        return shutil.disk_usage(path).free
+
+
+_NOTHING = memoryview(b"")
+
+
+class _Shared:
+    """One open environment of this process, and who uses it."""
+
+    def __init__(self, env: lmdb.Environment, read_only: bool) -> None:
+        self.env: lmdb.Environment | None = env
+        self.read_only = read_only
+        self.databases: dict[str, Any] = {}
+        self.handles = 0
+        self._idle = threading.Condition()
+        self._holders: dict[int, int] = {}
+        self._write_lock = threading.Lock()
+        self._writer: int | None = None
+
+    @contextmanager
+    def used(self, write: bool) -> Iterator[None]:
+        """Keep the environment open; let one thread write, once."""
+        me = threading.get_ident()
+        if write and self._writer == me:
+            raise RuntimeError("This thread holds a write transaction already")
+        with self._idle:
+            self._holders[me] = self._holders.get(me, 0) + 1
+        try:
+            if write:
+                with self._write_lock:
+                    self._writer = me
+                    try:
+                        yield
+                    finally:
+                        self._writer = None
+            else:
+                yield
+        finally:
+            with self._idle:
+                self._holders[me] -= 1
+                if not self._holders[me]:
+                    del self._holders[me]
+                    self._idle.notify_all()
+
+    def open_databases(self, names: Sequence[str]) -> None:
+        """Open the databases ``names``; make those that are missing, unless read-only."""
+        missing = [name for name in names if self.databases.get(name) is None]
+        if not missing or self.env is None:
+            return
+        if self.read_only:
+            for name in missing:
+                self.databases[name] = None
+                with suppress(lmdb.NotFoundError):
+                    self.databases[name] = self.env.open_db(name.encode(), create=False)
+            return
+        with self.env.begin(write=True) as txn:
+            opened = {name: self.env.open_db(name.encode(), txn) for name in missing}
+        self.databases.update(opened)
+
+    def close(self) -> None:
+        """Close once no thread uses it any more."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._holders)
+            env, self.env = self.env, None
+        if env is not None:
+            env.close()
+
+    def check_outside(self) -> None:
+        """Raise ``RuntimeError`` where this thread is inside a transaction."""
+        if threading.get_ident() in self._holders:
+            raise RuntimeError("A store cannot be closed inside a transaction")
+
+
+_registry: dict[str, _Shared] = {}
+_registry_lock = threading.Lock()
+
+
+def _acquire(folder: Path, map_size: int, names: Sequence[str], read_only: bool) -> _Shared:
+    key = os.path.realpath(folder)
+    with _registry_lock:
+        shared = _registry.get(key)
+        if shared is None:
+            shared = _Shared(_open_lmdb(key, map_size, read_only), read_only)
+        elif shared.read_only and not read_only:
+            raise StoreUnusable(
+                f"{folder}: open for reading only in this process",
+                remedy="Close that handle before the store is opened for writing.",
+            )
+        try:
+            shared.open_databases(names)
+        except BaseException:
+            if not shared.handles:
+                shared.close()
+            raise
+        shared.handles += 1
+        _registry[key] = shared
+        return shared
+
+
+def _release(shared: _Shared) -> None:
+    with _registry_lock:
+        if shared.handles == 1:
+            shared.check_outside()
+        shared.handles -= 1
+        if not shared.handles:
+            for key in [key for key, other in _registry.items() if other is shared]:
+                del _registry[key]
+            shared.close()
+
+
+def _open_lmdb(folder: str, map_size: int, read_only: bool) -> lmdb.Environment:
+    options: dict[str, Any] = {
+        "map_size": map_size,
+        "max_dbs": MAX_DATABASES,
+        "max_readers": MAX_READERS,
+        "metasync": False,
+        "mode": 0o700,
+    }
+    if read_only:
+        os.stat(os.path.join(folder, DATA_FILE))  # noqa: PTH116, PTH118  (LMDB would make one)
+        try:
+            env = lmdb.open(folder, readonly=True, create=False, **options)
+        except lmdb.ReadonlyError:
+            return lmdb.open(folder, readonly=True, create=False, lock=False, **options)
+    else:
+        os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
+        env = lmdb.open(folder, **options)
+        _tighten(Path(folder))
+    env.reader_check()
+    return env
+
+
+def _tighten(folder: Path) -> None:
+    """Take away what group and others may do to the store, where this user owns it."""
+    for path in (folder, folder / DATA_FILE, folder / LOCK_FILE):
+        status = path.stat()
+        if status.st_mode & 0o077 and status.st_uid == os.geteuid():
+            path.chmod(status.st_mode & 0o700)
+
+
+def _forget() -> None:
+    """After a fork: drop the parent's environments unclosed, for closing would end its readers."""
+    global _registry_lock
+    _registry_lock = threading.Lock()
+    for shared in _registry.values():
+        shared.env = None
+        shared.databases.clear()
+    _registry.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

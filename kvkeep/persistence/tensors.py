@@ -1,0 +1,67 @@
+"""The tensors that a frame or a slab holds: name, dtype and shape, and their host dtypes.
+
+>>> spec = TensorSpec("0/keys", "bfloat16", (1, 8, 64, 128))
+>>> spec.nbytes, spec.host_dtype.name
+(131072, 'uint16')
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Host = np.ndarray[Any, np.dtype[Any]]
+
+HOST_DTYPES = {
+    "bool": "|b1",
+    "uint8": "|u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "int8": "|i1",
+    "int16": "<i2",
+    "int32": "<i4",
+    "int64": "<i8",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "complex64": "<c8",
+}
+"""The numpy type of each MLX dtype name. numpy has no bfloat16: its bits travel as uint16."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor: its name, MLX dtype name and shape. Raises ``ValueError`` on any other."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in HOST_DTYPES:
+            raise ValueError(f"{self.dtype!r} is not an MLX dtype; known: {', '.join(HOST_DTYPES)}")
+        if any(extent < 0 for extent in self.shape):
+            raise ValueError(f"{self.shape} has a negative extent")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return int(HOST_DTYPES[self.dtype][2:])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, uncompressed."""
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def host_dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of the tensor's bits."""
+        import numpy as np
+
+        return np.dtype(HOST_DTYPES[self.dtype])
