@@ -84,11 +84,11 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
     for key, value in txn.items("spaces"):
         record = msgpack.unpackb(value, use_list=False)
         identity = Identity(tuple(record["fields"]), record["label"])
-        found = [node for node, _ in _nodes(txn, bytes(key))]
+        found = [node for node, _ in _nodes(txn, key)]
         inner = {layout.from_u64(node.key[16:24]) for node in found}
         recipes = {r for node in found for r in node.recipes}
         yield SpaceInfo(
-            id=bytes(key).hex(),
+            id=key.hex(),
             label=identity.label,
             fields=dict(identity.fields),
             kinds=_kinds(txn, recipes),
@@ -103,13 +103,13 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
 def conversations(txn: Transaction) -> Iterator[Conversation]:
     """Every leaf of the trie."""
     for key in txn.keys("spaces"):
-        found = [node for node, _ in _nodes(txn, bytes(key))]
+        found = [node for node, _ in _nodes(txn, key)]
         inner = {layout.from_u64(node.key[16:24]) for node in found}
         for node in found:
             if node.id not in inner:
                 yield Conversation(
                     id=f"{node.id:x}",
-                    space=bytes(key).hex(),
+                    space=key.hex(),
                     tokens=node.stop,
                     own_tokens=len(node.tokens),
                     bytes=_bytes(node),
@@ -148,7 +148,7 @@ def conversation_tokens(txn: Transaction, conversation: str) -> list[int]:
     """The tokens of a conversation, by the id that ``conversations`` gave. Empty if unknown."""
     wanted = int(conversation, 16)
     for key in txn.keys("spaces"):
-        by_id = {node.id: node for node, _ in _nodes(txn, bytes(key))}
+        by_id = {node.id: node for node, _ in _nodes(txn, key)}
         if wanted in by_id:
             out: list[int] = []
             at = wanted
@@ -162,7 +162,7 @@ def conversation_tokens(txn: Transaction, conversation: str) -> list[int]:
 def _nodes(txn: Transaction, space: bytes) -> Iterator[tuple[Node, int]]:
     for key, data in txn.items("nodes", prefix=space):
         try:
-            yield unpack(bytes(key), data), len(data)
+            yield unpack(key, data), len(data)
         except (CorruptFrame, NewerFormat):
             continue
 

@@ -36,7 +36,7 @@ class Event:
     resumed: int = 0
     new: int = 0
     known: int = 0
-    bytes: int = 0
+    nbytes: int = 0
     seconds: float = 0.0
     kinds: str = ""
 
@@ -82,16 +82,16 @@ class EventLog:
             return
         with self._env.begin(write=True) as txn:
             ledger = Ledger(txn)
-            for key, when in used.items():
-                data = txn.get("nodes", key)
+            for node_key, when in used.items():
+                data = txn.get("nodes", node_key)
                 if data is not None:
-                    ledger.touch([detach(unpack(key, data))], when)
+                    ledger.touch([detach(unpack(node_key, data))], when)
             for event in events:
                 self._number += 1
                 txn.put("events", layout.pair(int(event.time * 1e9), self._number), event.pack())
             excess = txn.count("events") - RING
             for key in list(txn.keys("events"))[: max(0, excess)]:
-                txn.delete("events", bytes(key))
+                txn.delete("events", key)
 
 
 def read_events(txn: Transaction, since: float = 0.0) -> Iterator[Event]:

@@ -45,13 +45,13 @@ def evict(
     ``protect`` stay.
     """
     gone = Evicted()
-    for key, node_key in list(ledger.txn.items("lru")):
+    for key, value in list(ledger.txn.items("lru")):
         if to is not None and ledger.used <= to:
             break
         when, _, node_id = layout.from_lru_key(key)
         if before is not None and when >= before:
             break
-        node_key = bytes(node_key)
+        node_key = bytes(value)
         if (space is not None and node_key[:16] != space) or node_id in protect:
             continue
         if has_children(ledger.txn, node_key[:16], node_id):

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,10 @@ def explicit(
 def of_model(
     model: Any,
     *,
-    model_path: str | Path | None,
+    model_path: str | PathLike[str] | None,
     tokenizer: Any,
-    adapter: str | Path | None,
-    draft_model: str | Path | None,
+    adapter: str | PathLike[str] | None,
+    draft_model: str | PathLike[str] | None,
     layout: Iterable[str],
     kv_scheme: str | None,
     salt: str | None,
@@ -103,7 +104,7 @@ def of_model(
     return _identity(fields, layout, kv_scheme, salt, str(model_path))
 
 
-def resolve(path: str | Path) -> Path:
+def resolve(path: str | PathLike[str]) -> Path:
     """The local folder of a path or of a hub id in the local hub cache."""
     folder = Path(path).expanduser()
     if folder.exists():

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.codecs.base import Codec, Description, State, dtype_name
+from kvkeep.codecs.base import Description, State, dtype_name
 from kvkeep.errors import EmptyCache, OffsetMismatch
 from kvkeep.persistence.environment import Transaction
 from kvkeep.persistence.frame import Draft
@@ -245,6 +245,3 @@ def _copy_state(snapshot: Snapshot, states: Sequence[State | None]) -> Draft | N
     for name, array in tensors.items():
         draft.views[name][...] = host(array)
     return draft
-
-
-__all__ = ["Codec", "Prepared", "RowDraft", "prepare"]

@@ -129,8 +129,8 @@ def _split(ledger: Ledger, node: Node, at: int) -> Node:
         else:
             _attach(ledger, halves, node.recipes[index], part, owned=True)
     used = ledger.last_use(node)
-    for half in halves.values():
-        ledger.put_node(half)
+    for made in halves.values():
+        ledger.put_node(made)
     ledger.touch(halves.values(), used)
     return halves[node.start]
 

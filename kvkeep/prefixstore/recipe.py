@@ -19,9 +19,9 @@ from typing import Any
 
 import msgpack
 
-from kvkeep.codecs import codec_for, codec_named
+from kvkeep.codecs import codec_for, codec_named, composite_named
 from kvkeep.codecs.base import Codec, Composite, Description, Reach, RowSpec, Scalar
-from kvkeep.errors import EmptyCache, KvkeepError, MalformedCache, OffsetMismatch, Refused
+from kvkeep.errors import EmptyCache, OffsetMismatch, Refused
 
 Tree = str | tuple[str, tuple["Tree", ...]]
 """A leaf's path, or a composite's kind with what is inside."""
@@ -220,19 +220,4 @@ def _join(node: Tree, leaves: dict[str, Any]) -> Any:
     if isinstance(node, str):
         return leaves[node]
     kind, inner = node
-    composite = codec_named(kind, 1)
-    if not isinstance(composite, Composite):
-        raise MalformedCache(f"The kind {kind!r} holds no other caches")
-    return composite.assemble([_join(x, leaves) for x in inner])
-
-
-__all__ = [
-    "Family",
-    "KvkeepError",
-    "Layer",
-    "Live",
-    "Recipe",
-    "assemble",
-    "kind_tree",
-    "read_caches",
-]
+    return composite_named(kind, 1).assemble([_join(x, leaves) for x in inner])

@@ -125,8 +125,9 @@ class Node:
         body = _HEAD.pack(
             0, VERSION, tokens.itemsize, len(refs), len(meta), len(tokens), self.id, self.start
         )[8:]
-        parts = body + refs.tobytes() + meta + tokens.tobytes()
-        return struct.pack("<Q", xxhash.xxh3_64_intdigest(parts)) + parts
+        parts: bytes = body + refs.tobytes() + meta + tokens.tobytes()
+        digest: bytes = struct.pack("<Q", xxhash.xxh3_64_intdigest(parts))
+        return digest + parts
 
 
 def unpack(key: bytes, data: memoryview | bytes) -> Node:

@@ -41,7 +41,7 @@ class Totals:
             self.prompt_tokens += event.prompt
             self.matched_tokens += event.matched
             self.resumed_tokens += event.resumed
-            self.restored_bytes += event.bytes
+            self.restored_bytes += event.nbytes
             self.restore_seconds += event.seconds if event.resumed else 0.0
             self.reasons[event.reason] += 1
             self.lost_tokens[event.reason] += event.prompt - event.resumed
@@ -50,7 +50,7 @@ class Totals:
             self.snapshots_refused += event.reason not in ("stored", "already_stored")
             self.stored_tokens += event.new
             self.known_tokens += event.known
-            self.written_bytes += event.bytes
+            self.written_bytes += event.nbytes
 
 
 @dataclass
@@ -71,7 +71,8 @@ class Report:
 
 def count(events: Iterable[Event]) -> tuple[Totals, dict[str, Totals]]:
     """Totals of all events, and by space."""
-    total, spaces = Totals(), {}
+    total = Totals()
+    spaces: dict[str, Totals] = {}
     for event in events:
         total.add(event)
         spaces.setdefault(event.space.hex(), Totals()).add(event)

@@ -55,7 +55,8 @@ def rebuild(
     metas: list[Meta | None] = [None] * len(recipe.layers)
     state: Frame | None = None
     if point is not None and point.state:
-        state = _open(txn, point.state, {"space": space, "recipe": recipe.id, "offset": p})
+        expect = {"space": space, "recipe": recipe.id, "offset": p}
+        state, _ = _open(txn, point.state, expect)
         metas = list(_metas(state, len(recipe.layers), point.state))
     params = [dict(layer.params) for layer in recipe.layers]
     placements = [
@@ -126,7 +127,7 @@ def _fill(
 ) -> int:
     """Copy one chunk's rows to where they belong; the bytes read."""
     expect = {"space": space, "recipe": held.recipe_id, "family": family, "start": start}
-    frame = _open(txn, chunk, expect)
+    frame, size = _open(txn, chunk, expect)
     for i in held.recipe.families[family].layers:
         for spec in held.recipe.layers[i].rows:
             name = f"{i}/{spec.name}"
@@ -149,10 +150,11 @@ def _fill(
                         frame.copy_into(name, out, spec.axis, a - start, b - start)
                     except CorruptFrame as error:
                         raise BrokenChunk(chunk, error.problem) from error
-    return frame.nbytes
+    return size
 
 
-def _open(txn: Transaction, chunk: int, expect: Mapping[str, Any]) -> Frame:
+def _open(txn: Transaction, chunk: int, expect: Mapping[str, Any]) -> tuple[Frame, int]:
+    """A verified frame that is what ``expect`` says, and its bytes."""
     data = txn.get("chunks", layout.u64(chunk))
     if data is None:
         raise BrokenChunk(chunk, "the record is missing")
@@ -165,7 +167,7 @@ def _open(txn: Transaction, chunk: int, expect: Mapping[str, Any]) -> Frame:
     for key, value in expect.items():
         if frame.extra.get(key) != value:
             raise BrokenChunk(chunk, f"the record belongs to another {key}")
-    return frame
+    return frame, len(data)
 
 
 def _metas(state: Frame, layers: int, chunk: int) -> list[Meta]:

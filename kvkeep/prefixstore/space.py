@@ -206,4 +206,4 @@ class Space:
 
     def _event(self, what: str, reason: str, started: float, nbytes: int) -> Event:
         seconds = time.perf_counter() - started
-        return Event(what, time.time(), self.id, reason, bytes=nbytes, seconds=seconds)
+        return Event(what, time.time(), self.id, reason, nbytes=nbytes, seconds=seconds)

@@ -16,7 +16,7 @@ import msgpack
 
 from kvkeep.errors import KvkeepError, NotAStore, StoreReadOnly, StoreTooNew
 from kvkeep.persistence.environment import Environment
-from kvkeep.prefixstore import browse, identity, layout, verify
+from kvkeep.prefixstore import browse, identity, layout, recount
 from kvkeep.prefixstore.events import EventLog, read_events
 from kvkeep.prefixstore.evict import Evicted, evict
 from kvkeep.prefixstore.ledger import Ledger, counter, quarantine
@@ -182,16 +182,16 @@ class Store:
         with self.env.begin() as txn:
             return browse.conversation_tokens(txn, conversation)
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> verify.Audit:
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> recount.Audit:
         """Check and recount every record. Changes nothing."""
         self.flush()
-        return verify.verify(self.env, progress)
+        return recount.verify(self.env, progress)
 
-    def repair(self) -> verify.Audit:
+    def repair(self) -> recount.Audit:
         """Remove what cannot be used; returns the audit that called for it."""
         self._writable()
         self.flush()
-        audit = verify.repair(self.env)
+        audit = recount.repair(self.env)
         self._aside = frozenset()
         return audit
 

@@ -112,16 +112,18 @@ def held_on(txn: Transaction, path: Path, quarantined: Container[int]) -> list[H
     chunks: dict[bytes, dict[int, list[tuple[int, int, int]]]] = {}
     points: dict[bytes, list[PointRecord]] = {}
     for node in path.nodes:
+        for recipe_id in node.recipes:
+            chunks.setdefault(recipe_id, {})
         refs = node.refs[node.refs["start"] < path.matched]
         for index, family, start, stop, chunk, _ in refs.tolist():
             if chunk not in quarantined:
-                mine = chunks.setdefault(node.recipes[index], {}).setdefault(family, [])
+                mine = chunks[node.recipes[index]].setdefault(family, [])
                 mine.append((start, min(stop, path.matched), chunk))
         for point in node.points:
             if point.offset <= path.matched:
                 points.setdefault(node.recipes[point.recipe], []).append(point)
     out = []
-    for recipe_id in {**chunks, **points}:
+    for recipe_id in chunks:
         recipe = load_recipe(txn, recipe_id)
         if recipe is not None:
             found = tuple(points.get(recipe_id, ()))

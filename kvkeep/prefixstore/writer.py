@@ -166,7 +166,7 @@ class Writer:
             with self._env.begin(write=True) as txn:
                 ledger = Ledger(txn)
                 for key in list(txn.keys("pending", prefix=layout.u64(job))):
-                    txn.delete("pending", bytes(key))
+                    txn.delete("pending", key)
                 return self._publish(ledger, prepared, chunks)
         except BaseException:
             self._abandon(job)
@@ -253,7 +253,7 @@ def free_orphans(env: Environment) -> int:
 
 def _free(ledger: Ledger, prefix: bytes) -> int:
     freed = 0
-    for key in [bytes(k) for k in ledger.txn.keys("pending", prefix=prefix)]:
+    for key in list(ledger.txn.keys("pending", prefix=prefix)):
         chunk = layout.from_pair(key)[1]
         if chunk:
             ledger.drop_chunk(chunk, owned=False)

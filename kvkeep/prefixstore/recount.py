@@ -59,8 +59,8 @@ def verify(env: Environment, progress: Progress | None = None) -> Audit:
         parents: list[tuple[str, int]] = []
         for key, data in txn.items("nodes"):
             used += layout.footprint(len(data))
-            where = f"node {bytes(key[16:]).hex()}"
-            node = _node(audit, bytes(key), data, where)
+            where = f"node {key[16:].hex()}"
+            node = _node(audit, key, data, where)
             if node is None:
                 continue
             ids.add(node.id)
@@ -182,14 +182,14 @@ def _unreachable(txn: Transaction) -> list[bytes]:
     ids, parents, gone = {layout.ROOT}, [], []
     for key, data in txn.items("nodes"):
         try:
-            node = unpack(bytes(key), data)
+            node = unpack(key, data)
         except CorruptFrame:
-            gone.append(bytes(key))
+            gone.append(key)
             continue
         except NewerFormat:
             continue
         ids.add(node.id)
-        parents.append((bytes(key), layout.from_u64(key[16:24])))
+        parents.append((key, layout.from_u64(key[16:24])))
     return gone + [key for key, parent in parents if parent not in ids]
 
 
@@ -205,7 +205,7 @@ def _drop_unreadable(ledger: Ledger, key: bytes) -> None:
             if layout.from_use_record(record)[2] == key:
                 when, start, _ = layout.from_use_record(record)
                 ledger.txn.delete("lru", layout.lru_key(when, start, layout.from_u64(use)))
-                ledger.txn.delete("uses", bytes(use))
+                ledger.txn.delete("uses", use)
 
 
 def _recount(txn: Transaction) -> int:
@@ -219,7 +219,7 @@ def _recount(txn: Transaction) -> int:
 def _readable(txn: Transaction) -> Iterator[Node]:
     for key, data in txn.items("nodes"):
         with suppress(CorruptFrame, NewerFormat):
-            yield unpack(bytes(key), data)
+            yield unpack(key, data)
 
 
 def _span(node: Node) -> str:
