@@ -203,11 +203,16 @@ def _coverage(candidate: Candidate, group: Group) -> Ranges:
 
 
 def _limits(candidates: Sequence[Candidate], chosen: int, limit: int) -> tuple[LayerLimit, ...]:
-    """The limiting layers of the chosen recipe, or of the one that came furthest."""
-    if chosen >= 0:
-        return _limits_of(candidates[chosen], limit)
-    found = [_limits_of(candidate, limit) for candidate in candidates]
-    return max(found, key=lambda limits: min((x.offset for x in limits), default=0), default=())
+    """What stopped the recipe whose rows reach furthest; among equals, the chosen one."""
+    if not candidates:
+        return ()
+    order = sorted(range(len(candidates)), key=lambda index: index != chosen)
+    return _limits_of(candidates[max(order, key=lambda i: _rows(candidates[i], limit))], limit)
+
+
+def _rows(candidate: Candidate, limit: int) -> int:
+    """How far the stored rows alone would go, whatever the floor and the state say."""
+    return min(reachable(g.reach, _coverage(candidate, g), limit) for g in candidate.groups)
 
 
 def _limits_of(candidate: Candidate, limit: int) -> tuple[LayerLimit, ...]:
