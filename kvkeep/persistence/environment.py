@@ -124,6 +124,8 @@ class Environment:
         Raises ``RuntimeError`` inside a transaction of this thread.
         """
         if self.usable:
+            self._shared.check_outside()
+            self._closed = True
             _release(self._shared)
         self._closed = True
 
@@ -284,15 +286,18 @@ class _Shared:
                 with suppress(lmdb.NotFoundError):
                     self.databases[name] = self.env.open_db(name.encode(), create=False)
             return
-        with self.env.begin(write=True) as txn:
+        with self.used(write=True), self.env.begin(write=True) as txn:
             opened = {name: self.env.open_db(name.encode(), txn) for name in missing}
         self.databases.update(opened)
 
-    def close(self) -> None:
-        """Close once no thread uses it any more."""
+    def wait_until_idle(self) -> None:
+        """Return once no thread is inside a transaction."""
         with self._idle:
             self._idle.wait_for(lambda: not self._holders)
-            env, self.env = self.env, None
+
+    def close(self) -> None:
+        """Close for good; nobody holds a handle."""
+        env, self.env = self.env, None
         if env is not None:
             env.close()
 
@@ -330,9 +335,12 @@ def _acquire(folder: Path, map_size: int, names: Sequence[str], read_only: bool)
 
 def _release(shared: _Shared) -> None:
     with _registry_lock:
-        if shared.handles == 1:
-            shared.check_outside()
         shared.handles -= 1
+    if shared.handles:
+        return
+    # Not under the lock: a transaction that is waited for may itself open another store.
+    shared.wait_until_idle()
+    with _registry_lock:
         if not shared.handles:
             for key in [key for key, other in _registry.items() if other is shared]:
                 del _registry[key]

@@ -29,7 +29,14 @@ import numpy as np
 import xxhash
 
 from kvkeep.errors import CorruptFrame, NewerFormat
-from kvkeep.persistence.encoding import ENCODINGS, MOST_GAIN, PLANES, RAW, decode, encode
+from kvkeep.persistence.encoding import (
+    MOST_GAIN,
+    RAW,
+    decode,
+    decode_into,
+    encode,
+    encodings_of,
+)
 from kvkeep.persistence.tensors import HOST_DTYPES, TensorSpec
 
 if TYPE_CHECKING:
@@ -146,7 +153,7 @@ class Frame:
         Raises ``KeyError``, or ``CorruptFrame`` where compressed bytes are not its own.
         """
         part = self._parts[name]
-        tensor = decode(part.spec, part.encoding, self._payload[part.offset :][: part.size])
+        tensor = decode(part.spec, part.encoding, self._stored(part))
         tensor.flags.writeable = False
         return tensor
 
@@ -156,13 +163,17 @@ class Frame:
         ``out`` has the host dtype and exactly the rows' shape, else ``CorruptFrame`` is raised:
         the frame does not hold what the caller was told.
         """
-        spec = self._parts[name].spec
-        shape = spec.shape
+        part = self._parts[name]
+        spec, shape = part.spec, part.spec.shape
         rows = (*shape[:axis], stop - start, *shape[axis + 1 :])
         due = 0 <= start <= stop <= shape[axis] and out.shape == rows
         if not due or out.dtype != spec.host_dtype:
             raise CorruptFrame(f"{name}: {spec.dtype}{shape} where {out.dtype}{out.shape} is due")
-        out[...] = self.read(name)[(*(slice(None),) * axis, slice(start, stop))]
+        index = (*(slice(None),) * axis, slice(start, stop))
+        decode_into(spec, part.encoding, self._stored(part), index, out)
+
+    def _stored(self, part: _Part) -> Host:
+        return self._payload[part.offset : part.offset + part.size]
 
 
 def _aligned(size: int) -> int:
@@ -307,7 +318,7 @@ def _read_part(row: Any) -> _Part:
     if not 0 < len(name) <= MOST_NAME or len(shape) > MOST_AXES or dtype not in HOST_DTYPES:
         raise CorruptFrame("A frame holds a tensor of unknown dtype, too many axes or no name")
     spec = TensorSpec(name, dtype, tuple(shape))
-    if encoding not in ENCODINGS or (encoding == PLANES and spec.itemsize != 2):
+    if encoding not in encodings_of(spec):
         raise CorruptFrame(f"{name}: no encoding {encoding} of {dtype}")
     if spec.nbytes != size if encoding == RAW else not 0 < size <= spec.nbytes <= size * MOST_GAIN:
         raise CorruptFrame(f"{name}: {dtype}{spec.shape} does not fit {size} stored bytes")
