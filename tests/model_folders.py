@@ -24,7 +24,11 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True)
     weights = dict(tree_flatten(architectures.build(name, seed).parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    config = {"model_type": name, "eos_token_id": len(CHARACTERS) + 1, **architectures.CONFIGS[name]}
+    config = {
+        "model_type": name,
+        "eos_token_id": len(CHARACTERS) + 1,
+        **architectures.CONFIGS[name],
+    }
     (folder / "config.json").write_text(json.dumps(config))
     _write_tokenizer(folder)
     return folder

@@ -16,6 +16,9 @@ from kvkeep.cli.failures import Failure, State, Unexpected
 from kvkeep.errors import KvkeepError
 
 COMMANDS = {
+    "snapshot": "snapshot",
+    "restore": "restore",
+    "report": "report",
     "doctor": "doctor",
 }
 """Commands in the order of the help, and the module of this package that holds each."""

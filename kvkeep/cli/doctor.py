@@ -14,11 +14,12 @@ from typing import Any
 import click
 
 from kvkeep._version import __version__
-from kvkeep.cli import options, units
+from kvkeep.cli import options
 from kvkeep.cli.mounts import NETWORK, filesystem
 from kvkeep.cli.output import emit
-from kvkeep.cli.tables import pairs
+from kvkeep.cli.tables import columns
 from kvkeep.errors import StoreUnusable
+from kvkeep.prefixstore.sizes import format_size
 
 PACKAGES = (
     "mlx",
@@ -130,7 +131,7 @@ def _folder(store: Path) -> tuple[dict[str, Any], list[Problem]]:
 def _text(data: dict[str, Any], problems: list[Problem]) -> str:
     folder = data["store"]
     state = f"mode {folder['mode']}" if folder["exists"] else "not there yet"
-    free = units.size(folder["free_bytes"])
+    free = format_size(folder["free_bytes"])
     lines = [
         ("kvkeep", data["kvkeep"]),
         ("python", f"{data['python']} on {data['platform']}"),
@@ -140,4 +141,4 @@ def _text(data: dict[str, Any], problems: list[Problem]) -> str:
         ("disk", f"{free} free, {folder['filesystem'] or 'unknown file system'}"),
     ]
     found = [f"problem: {p.what}\n  {p.remedy}" for p in problems]
-    return "\n".join([pairs(lines), "", *(found or ["No problem found."])])
+    return "\n".join([columns(lines), "", *(found or ["No problem found."])])

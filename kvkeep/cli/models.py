@@ -1,11 +1,16 @@
-"""Loading a model for a command."""
+"""Which model a command works for, and how its caches are kept."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import KvkeepError
+
+if TYPE_CHECKING:
+    from kvkeep.prefixstore.space import Space
+    from kvkeep.prefixstore.store import Store
 
 
 class ModelUnusable(KvkeepError):
@@ -17,31 +22,10 @@ class ModelUnusable(KvkeepError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory, its tokenizer, and how its caches are to be kept."""
+    """A model in memory, and its tokenizer."""
 
     model: Any
     tokenizer: Any
-    path: str
-    adapter: str | None
-    kv_bits: int | None
-    kv_group_size: int
-    quantized_kv_start: int
-
-    @property
-    def kv_scheme(self) -> str | None:
-        """How the cache's precision is chosen; ``None`` for the model's own."""
-        if self.kv_bits is None:
-            return None
-        return f"bits={self.kv_bits},group={self.kv_group_size},start={self.quantized_kv_start}"
-
-    @property
-    def quantization(self) -> dict[str, Any]:
-        """The same, as mlx-lm's arguments."""
-        return {
-            "kv_bits": self.kv_bits,
-            "kv_group_size": self.kv_group_size,
-            "quantized_kv_start": self.quantized_kv_start,
-        }
 
     def new_caches(self) -> list[Any]:
         """Empty caches, one per layer that owns one."""
@@ -51,19 +35,59 @@ class Loaded:
         return caches
 
 
-def load(
-    path: str,
-    adapter: str | None = None,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = 5000,
-) -> Loaded:
-    """Load a model with mlx-lm. Raises ``ModelUnusable``; a missing hub model is downloaded."""
+@dataclass(frozen=True)
+class Choice:
+    """A model by name, and everything else that decides what its caches hold."""
+
+    model: str
+    adapter: str | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    salt: str | None = None
+
+    @property
+    def kv_scheme(self) -> str | None:
+        """How keys and values are quantized; ``None`` for the model's own precision."""
+        if self.kv_bits is None:
+            return None
+        return f"affine:{self.kv_bits}:{self.kv_group_size}@{self.quantized_kv_start}"
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """The same, as the arguments of mlx-lm and of ``prefill``."""
+        return {
+            "kv_bits": self.kv_bits,
+            "kv_group_size": self.kv_group_size,
+            "quantized_kv_start": self.quantized_kv_start,
+        }
+
+    def load(self, *, weights: bool = True) -> Loaded:
+        """Load it with mlx-lm; without ``weights`` they stay on disk until they are used.
+
+        A hub model that is not there yet is downloaded. Raises ``ModelUnusable``.
+        """
+        load = _mlx_lm_load()
+        try:
+            model, tokenizer = load(self.model, adapter_path=self.adapter, lazy=not weights)[:2]
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelUnusable(f"{self.model} cannot be loaded: {said}") from error
+        return Loaded(model, tokenizer)
+
+    def space(self, store: Store, loaded: Loaded) -> Space:
+        """The space of this model in ``store``. Raises ``IdentityUnknown``."""
+        return store.space(
+            model=loaded.model,
+            model_path=self.model,
+            tokenizer=loaded.tokenizer,
+            adapter=self.adapter,
+            kv_scheme=self.kv_scheme,
+            salt=self.salt,
+        )
+
+
+def _mlx_lm_load() -> Callable[..., tuple[Any, ...]]:
     import mlx_lm
 
-    try:
-        model, tokenizer = mlx_lm.load(path, adapter_path=adapter)[:2]
-    except Exception as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelUnusable(f"{path} cannot be loaded: {said}") from error
-    return Loaded(model, tokenizer, path, adapter, kv_bits, kv_group_size, quantized_kv_start)
+    return mlx_lm.load

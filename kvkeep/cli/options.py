@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from kvkeep.cli import units
 from kvkeep.cli.failures import State
-
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+from kvkeep.cli.models import Choice
+from kvkeep.cli.prompts import Source
+from kvkeep.prefixstore.sizes import parse_size
 
 
 def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
@@ -38,7 +40,7 @@ def _debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.find_root().ensure_object(State).debug = True
 
 
-def common(function: Decorated) -> Decorated:
+def common(function: Callable[..., Any]) -> Callable[..., Any]:
     """``--store``, ``--json`` and ``--debug``: every command has them.
 
     Passes ``store: Path`` and ``as_json: bool``.
@@ -68,13 +70,13 @@ def common(function: Decorated) -> Decorated:
     )
 
 
-def budget(function: Decorated) -> Decorated:
+def budget(function: Callable[..., Any]) -> Callable[..., Any]:
     """``--max-bytes``, for commands that write. Passes ``max_bytes: int | None``."""
     return _with(
         function,
         click.option(
             "--max-bytes",
-            callback=parsed(units.parse_size),
+            callback=parsed(parse_size),
             envvar="KVKEEP_MAX_BYTES",
             show_envvar=True,
             metavar="SIZE",
@@ -83,14 +85,19 @@ def budget(function: Decorated) -> Decorated:
     )
 
 
-def model(function: Decorated) -> Decorated:
-    """The model, and everything that decides what its caches hold.
+def model(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The model, and everything else that decides what its caches hold.
 
-    Passes ``model: str``, ``adapter: str | None``, ``kv_bits: int | None``,
-    ``kv_group_size: int``, ``quantized_kv_start: int`` and ``salt: str | None``.
+    Passes ``choice: kvkeep.cli.models.Choice``.
     """
+
+    @wraps(function)
+    def collected(*args: Any, **values: Any) -> Any:
+        chosen = {field.name: values.pop(field.name) for field in fields(Choice)}
+        return function(*args, choice=Choice(**chosen), **values)
+
     return _with(
-        function,
+        collected,
         click.option(
             "--model",
             required=True,
@@ -98,9 +105,7 @@ def model(function: Decorated) -> Decorated:
             help="Folder of an mlx-lm model, or its id on the hub.",
         ),
         click.option(
-            "--adapter",
-            metavar="DIR",
-            help="Folder of an adapter (LoRA) to load with the model.",
+            "--adapter", metavar="DIR", help="Folder of an adapter (LoRA) to load with the model."
         ),
         click.option(
             "--kv-bits",
@@ -117,7 +122,7 @@ def model(function: Decorated) -> Decorated:
         ),
         click.option(
             "--quantized-kv-start",
-            type=int,
+            type=click.IntRange(min=0),
             default=5000,
             show_default=True,
             help="Position from which --kv-bits takes effect.",
@@ -131,40 +136,27 @@ def model(function: Decorated) -> Decorated:
     )
 
 
-def prompt(function: Decorated) -> Decorated:
+def prompt(function: Callable[..., Any]) -> Callable[..., Any]:
     """Where the tokens come from; exactly one source.
 
     Passes ``source: kvkeep.cli.prompts.Source``.
     """
-    from functools import wraps
-
-    from kvkeep.cli.prompts import Source
 
     @wraps(function)
-    def collected(
-        *args: Any,
-        prompt: str | None,
-        prompt_file: Path | None,
-        chat: Path | None,
-        tokens_file: Path | None,
-        raw: bool,
-        **rest: Any,
-    ) -> Any:
-        given = [x for x in (prompt, prompt_file, chat, tokens_file) if x is not None]
-        if len(given) != 1:
+    def collected(*args: Any, **values: Any) -> Any:
+        named = {field.name: values.pop(field.name) for field in fields(Source)}
+        sources = [value for key, value in named.items() if key != "raw" and value is not None]
+        if len(sources) != 1:
             raise click.UsageError(
                 "Name one prompt: --prompt, --prompt-file, --chat or --tokens-file."
             )
-        source = Source(prompt, prompt_file, chat, tokens_file, raw)
-        return function(*args, source=source, **rest)
+        return function(*args, source=Source(**named), **values)
 
     file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
-    return _with(  # type: ignore[return-value]
+    return _with(
         collected,
         click.option("--prompt", metavar="TEXT", help="The user's message."),
-        click.option(
-            "--prompt-file", type=file, help="A file with the user's message; - is stdin."
-        ),
+        click.option("--prompt-file", type=file, help="A file with it; - is stdin."),
         click.option("--chat", type=file, help="A JSON list of chat messages (role, content)."),
         click.option("--tokens-file", type=file, help="Token ids: a JSON list, or numbers."),
         click.option(
@@ -173,7 +165,25 @@ def prompt(function: Decorated) -> Decorated:
     )
 
 
-def _with(function: Decorated, *options: Callable[[Decorated], Decorated]) -> Decorated:
+def prefill_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--prefill-step``. Passes ``step: int``."""
+    return _with(
+        function,
+        click.option(
+            "--prefill-step",
+            "step",
+            type=click.IntRange(min=1),
+            default=2048,
+            show_default=True,
+            metavar="N",
+            help="Tokens of the prompt that the model reads at a time.",
+        ),
+    )
+
+
+def _with(
+    function: Callable[..., Any], *options: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
     for option in reversed(options):
         function = option(function)
     return function

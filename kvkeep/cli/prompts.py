@@ -21,10 +21,10 @@ class PromptUnreadable(KvkeepError):
 class Source:
     """One of four ways to name a prompt; the others are ``None``."""
 
-    text: str | None = None
-    file: Path | None = None
+    prompt: str | None = None
+    prompt_file: Path | None = None
     chat: Path | None = None
-    ids: Path | None = None
+    tokens_file: Path | None = None
     raw: bool = False
 
     def tokens(self, tokenizer: Any) -> list[int]:
@@ -33,11 +33,11 @@ class Source:
         Text becomes one user message where the tokenizer has a chat template, unless
         ``raw``. Raises ``PromptUnreadable`` or ``BadTokens``.
         """
-        if self.ids is not None:
-            return parse_ids(_read(self.ids), str(self.ids))
+        if self.tokens_file is not None:
+            return parse_ids(_read(self.tokens_file), str(self.tokens_file))
         if self.chat is not None:
             return _templated(tokenizer, parse_chat(_read(self.chat), str(self.chat)))
-        text = self.text if self.text is not None else _read(self.file or Path("-"))
+        text = self.prompt if self.prompt is not None else _read(self.prompt_file or Path("-"))
         if not self.raw and tokenizer.has_chat_template:
             return _templated(tokenizer, [{"role": "user", "content": text}])
         return _filled(list(tokenizer.encode(text)))

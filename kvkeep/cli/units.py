@@ -1,33 +1,15 @@
-"""Sizes, durations and counts, read from and written for people.
+"""Durations and counts, read from and written for people. Sizes are the library's own.
 
->>> parse_size("50GB"), parse_size("60 GiB"), parse_size("4096")
-(50000000000, 64424509440, 4096)
->>> size(2_040_109_466), duration(34_860), count(41208), magnitude(31_400_000)
-('1.9 GiB', '9 h 41 min', '41,208', '31.4 M')
+>>> duration(0.41), duration(34_860), count(41208), magnitude(31_400_000)
+('0.41 s', '9 h 41 min', '41,208', '31.4 M')
 """
 
 from __future__ import annotations
 
 import re
 
-_POWERS = "KMGTP"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGTP])(I?)B?|B)?", re.IGNORECASE)
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)?", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``50GB`` (decimal), ``60GiB`` (binary) or ``4096``. Raises ``ValueError``."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size; write 50GB, 60GiB or a number of bytes")
-    number, power, binary = match.groups()
-    base = 1024 if binary else 1000
-    factor = base ** (_POWERS.index(power.upper()) + 1) if power else 1
-    whole, _, fraction = number.partition(".")
-    scale = 10 ** len(fraction)
-    nbytes: int = int(whole + fraction) * factor // scale
-    return nbytes
 
 
 def parse_duration(text: str) -> float:
@@ -37,14 +19,6 @@ def parse_duration(text: str) -> float:
         raise ValueError(f"{text!r} is not a duration; write 90s, 30min, 24h, 7d or 2w")
     number, unit = match.groups()
     return float(number) * _SECONDS[(unit or "s").lower()]
-
-
-def size(nbytes: int) -> str:
-    """Bytes in IEC units, three digits: ``512 B``, ``1.9 GiB``, ``412 MiB``."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes} B"
-    value, power = _scaled(nbytes, 1024, 999.5)
-    return f"{value:.1f} {power}iB" if abs(value) < 99.95 else f"{value:.0f} {power}iB"
 
 
 def duration(seconds: float) -> str:
@@ -73,19 +47,13 @@ def magnitude(number: float) -> str:
     """Large totals in three digits: ``1,204`` below ten thousand, then ``31.4 M``."""
     if abs(number) < 10_000:
         return f"{number:,.0f}"
-    value, power = _scaled(number, 1000, 999.95)
-    return f"{value:,.1f} {power.replace('K', 'k')}"
+    for power in "kM":
+        number /= 1000
+        if abs(number) < 999.95:
+            return f"{number:.1f} {power}"
+    return f"{number / 1000:,.1f} G"
 
 
 def share(part: float, whole: float) -> str:
     """A percentage: ``92.0 %``; ``–`` where there is nothing to divide by."""
     return f"{100 * part / whole:.1f} %" if whole else "–"
-
-
-def _scaled(number: float, base: int, below: float) -> tuple[float, str]:
-    """``number`` over the smallest power of ``base`` that brings it ``below``."""
-    for step, power in enumerate(_POWERS, 1):
-        value = number / base**step
-        if abs(value) < below:
-            return value, power
-    return number / base ** len(_POWERS), _POWERS[-1]

@@ -7,7 +7,7 @@ import pytest
 
 from kvkeep.cli.output import emit
 from kvkeep.cli.progress import Bar, Progress, progress
-from kvkeep.cli.tables import pairs, table
+from kvkeep.cli.tables import columns, table
 
 
 class Terminal(io.StringIO):
@@ -79,8 +79,8 @@ def test_a_bar_stays_in_ascii_where_the_terminal_does() -> None:
 def test_tables_align_and_leave_no_trailing_blanks() -> None:
     text = table(("a", "long head"), [("xyz", "1"), ("", "22")], right=("long head",))
     assert text.splitlines() == ["a    long head", "xyz          1", "            22"]
-    assert pairs([("a", "1"), ("bcd", "")]).splitlines() == ["a    1", "bcd"]
-    assert pairs([]) == ""
+    assert columns([("a", "1"), ("bcd", "")]).splitlines() == ["a    1", "bcd"]
+    assert columns([]) == ""
 
 
 def test_json_is_one_object_and_keeps_letters(capsys: pytest.CaptureFixture[str]) -> None:

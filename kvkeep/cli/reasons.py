@@ -1,0 +1,82 @@
+"""Why a lookup resumed no more, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.cli.units import count
+
+if TYPE_CHECKING:
+    from kvkeep.prefixstore.policy import Decision, LayerLimit
+
+
+def as_json(decision: Decision) -> dict[str, Any]:
+    """The decision for programs."""
+    return {
+        "prompt_tokens": decision.prompt_tokens,
+        "matched_tokens": decision.matched,
+        "resumed_tokens": decision.offset,
+        "reason": decision.why,
+        "limits": [
+            {
+                "kind": limit.kind,
+                "layers": list(limit.layers),
+                "offset": limit.offset,
+                "reason": str(limit.reason),
+            }
+            for limit in decision.limits
+        ],
+    }
+
+
+def in_words(decision: Decision) -> list[str]:
+    """What kept the lookup from resuming more; empty where nothing more could be resumed."""
+    said = []
+    if 0 < decision.matched < decision.prompt_tokens:
+        said.append(f"the prompts part at token {count(decision.matched)}")
+    elif decision.reason == "last_token" and decision.offset == 0:
+        said.append("the model has to read at least one token")
+    sentence = _SENTENCES.get(str(decision.reason))
+    if sentence:
+        said.append(sentence.format(detail=decision.detail.replace(",", ", ").replace("_", " ")))
+    said += [_limit(limit) for limit in decision.limits]
+    return said
+
+
+_SENTENCES = {
+    "no_prefix": "the store holds no prompt that begins like this one",
+    "space_changed": "the store holds this prompt for another {detail}",
+    "below_minimum": "what is stored is too short to be worth a restore",
+    "corrupt": "stored bytes are damaged; see `kvkeep verify`",
+    "newer_format": "it was stored by a newer kvkeep",
+    "store_failed": "the store could not be read; see the log",
+}
+
+
+def _limit(limit: LayerLimit) -> str:
+    layers = ranges([int(path.partition(".")[0]) for path in limit.layers])
+    who = f"{limit.kind} layers {layers}"
+    if limit.reason == "below_floor":
+        return f"{who} changed precision later than that"
+    if limit.reason == "no_state_at_offset":
+        if limit.offset == 0:
+            return f"{who} resume only at a resume point, and none lies before it"
+        return f"{who} resume only at a resume point; the last one before it is at " + count(
+            limit.offset
+        )
+    return f"{who} have no rows beyond {count(limit.offset)}"
+
+
+def ranges(numbers: list[int]) -> str:
+    """Layer numbers in few characters.
+
+    >>> ranges([0, 1, 2, 4, 6, 7])
+    '0-2,4,6-7'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

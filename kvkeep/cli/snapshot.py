@@ -1,0 +1,144 @@
+"""``kvkeep snapshot``: read a prompt with a model, and store what it computed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvkeep.cli import options
+from kvkeep.cli.models import Choice
+from kvkeep.cli.output import emit
+from kvkeep.cli.progress import progress
+from kvkeep.cli.prompts import Source
+from kvkeep.cli.units import count, duration
+from kvkeep.errors import EmptyCache, StoreUnusable
+from kvkeep.prefixstore.sizes import format_size
+
+if TYPE_CHECKING:
+    from kvkeep.cli.models import Loaded
+    from kvkeep.prefixstore.receipt import Receipt
+    from kvkeep.prefixstore.space import Space
+
+
+class NotStored(StoreUnusable):
+    """The prompt was read, but the store took none of it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was read and what was stored; offsets and counts are tokens."""
+
+    offset: int
+    resumed: int
+    receipts: list[tuple[int, Receipt]]
+    read_seconds: float
+    store_seconds: float
+
+    @property
+    def tokens_new(self) -> int:
+        """Positions whose rows were not stored before."""
+        return sum(receipt.tokens_new for _, receipt in self.receipts if receipt.stored)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of rows and state, as stored."""
+        return sum(receipt.bytes_written for _, receipt in self.receipts)
+
+    @property
+    def points(self) -> list[int]:
+        """Offsets of the resume points that this run stored."""
+        return [offset for offset, receipt in self.receipts if receipt.stored]
+
+
+@click.command("snapshot")
+@options.model
+@options.prompt
+@options.prefill_step
+@options.budget
+@options.common
+def command(
+    choice: Choice,
+    source: Source,
+    step: int,
+    max_bytes: int | None,
+    store: Path,
+    as_json: bool,
+) -> None:
+    """Read a prompt with a model and store its cache.
+
+    What the store already holds of the prompt is resumed, not read again. The resume point
+    lies one token before the prompt's end, so that the same prompt can be resumed whole.
+
+    \b
+    Example:
+      kvkeep snapshot --model MODEL --prompt-file context.md
+      kvkeep snapshot --model MODEL --chat turns.json --max-bytes 50GB
+    """
+    from kvkeep.prefixstore.store import open_store
+
+    with open_store(store, max_bytes) as opened:
+        loaded = choice.load()
+        tokens = source.tokens(loaded.tokenizer)
+        if len(tokens) < 2:
+            raise EmptyCache("A prompt of one token has nothing to resume", remedy="")
+        space = choice.space(opened, loaded)
+        done = take(space, loaded, choice, tokens, step)
+    last = done.receipts[-1][1]
+    if not last.stored:
+        raise NotStored(f"The prompt was read but not stored: {last.reason}")
+    emit(as_json, _data(space.id.hex(), tokens, done, last), _text(done))
+
+
+def take(space: Space, loaded: Loaded, choice: Choice, tokens: list[int], step: int) -> Outcome:
+    """Bring all but the last of ``tokens`` into the store, reading only what it lacks."""
+    from kvkeep.hooks.interval_points import IntervalPoints
+    from kvkeep.hooks.prefill import prefill
+
+    prefix = tokens[:-1]
+    hit = space.resume(tokens)
+    caches = hit.caches if hit.caches is not None else loaded.new_caches()
+    todo = prefix[hit.offset :]
+    started = time.perf_counter()
+    with progress(f"Reading {count(len(todo))} tokens", lambda rate: f"{rate:,.0f} tok/s") as bar:
+        points = IntervalPoints(space, prefix, caches, hit.offset, bar)
+        prefill(loaded.model, todo, caches, step=step, progress=points, **choice.quantization)
+    read = time.perf_counter()
+    receipts = [*points.receipts, (len(prefix), space.snapshot(prefix, caches))]
+    receipts[-1][1].wait()
+    stored = time.perf_counter()
+    return Outcome(len(prefix), hit.offset, receipts, read - started, stored - read)
+
+
+def _data(space: str, tokens: list[int], done: Outcome, last: Receipt) -> dict[str, Any]:
+    return {
+        "space": space,
+        "prompt_tokens": len(tokens),
+        "offset": done.offset,
+        "resumed_tokens": done.resumed,
+        "read_tokens": done.offset - done.resumed,
+        "new_tokens": done.tokens_new,
+        "known_tokens": done.offset - done.tokens_new,
+        "resume_points": done.points,
+        "bytes_written": done.bytes_written,
+        "reason": last.reason,
+        "read_seconds": done.read_seconds,
+        "store_seconds": done.store_seconds,
+    }
+
+
+def _text(done: Outcome) -> str:
+    read = done.offset - done.resumed
+    lines = [
+        f"Read {count(read)} tokens in {duration(done.read_seconds)}"
+        + (f", {count(done.resumed)} resumed from the store" if done.resumed else ""),
+        f"Stored {count(done.offset)} tokens ({count(done.tokens_new)} new, "
+        f"{count(done.offset - done.tokens_new)} already there)  "
+        f"{format_size(done.bytes_written)} written in {duration(done.store_seconds)}",
+    ]
+    if len(done.points) > 1:
+        lines.append(f"Resume points at {', '.join(map(count, done.points))}")
+    return "\n".join(lines)
