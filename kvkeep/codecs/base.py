@@ -39,6 +39,10 @@ GROWTH_STEP = 256
 """Positions by which mlx-lm's caches grow; a rebuilt cache has room up to the next multiple."""
 
 
+RECORD = "minimum_resumable_offset"
+"""Attribute of a live cache by which whoever fed it vouches for its history."""
+
+
 class Segment(NamedTuple):
     """``length`` positions from ``position`` on lie in the slots from ``slot`` on."""
 
@@ -295,6 +299,14 @@ def committed(cache: Any) -> int:
     if not offset:
         raise EmptyCache(f"{name} covers no token")
     return offset
+
+
+def recorded_floor(cache: object, highest: int) -> int | None:
+    """The record of a live cache, an integer in ``[0, highest]``; ``None`` is unknown history."""
+    value = getattr(cache, RECORD, None)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= highest:
+        return value
+    return None
 
 
 def check_planes(cache: object, planes: Sequence[mx.array], slots: int) -> None:

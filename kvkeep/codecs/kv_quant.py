@@ -34,6 +34,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.codecs.base import (
+    RECORD,
     Codec,
     Description,
     Meta,
@@ -45,6 +46,7 @@ from kvkeep.codecs.base import (
     committed,
     entry,
     grown,
+    recorded_floor,
     row_spec,
     whole,
 )
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 _PARTS = ("packed", "scales", "biases")
-_RECORD = "minimum_resumable_offset"
 
 
 class KVQuant(Codec):
@@ -82,7 +83,8 @@ class KVQuant(Codec):
                     f"QuantizedKVCache holds {packed} packed words, {scales} scales and {biases} "
                     f"biases per row, which is not {bits} bits in groups of {group_size}"
                 )
-        boundary = _boundary(cache, offset)
+        recorded = recorded_floor(cache, offset)
+        boundary = offset if recorded is None else recorded
         return Description(
             kind=self.kind,
             version=self.version,
@@ -126,15 +128,8 @@ class KVQuant(Codec):
         cache.keys = tuple(planes[f"k.{part}"] for part in _PARTS)
         cache.values = tuple(planes[f"v.{part}"] for part in _PARTS)
         cache.offset = p
-        setattr(cache, _RECORD, p if boundary is None else boundary)
+        setattr(cache, RECORD, p if boundary is None else boundary)
         return cache
-
-
-def _boundary(cache: Any, offset: int) -> int:
-    recorded = getattr(cache, _RECORD, None)
-    if isinstance(recorded, int) and not isinstance(recorded, bool) and 0 <= recorded <= offset:
-        return recorded
-    return offset
 
 
 def _cache_class() -> Any:

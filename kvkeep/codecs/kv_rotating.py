@@ -13,17 +13,26 @@ Shapes
                                          the end and go on behind the first ``keep``
     ============  =====================  =================================================
 
-    A prefill of S tokens leaves up to ``max_size + S - 1`` slots; the next single token cuts
-    them to ``max_size``.
+    A prefill of S tokens leaves up to ``max_size + S - 1`` slots; the next token cuts them to
+    ``max_size``.
 
 Hazards
     The order of the slots is part of the bits: attention sums in that order. So the ring comes
-    back as it lay. A trim is right only while ``offset < max_size``; after that it leaves
-    positions behind whose rows are gone. Where that shows, the cache is refused.
+    back as it lay.
+
+    A trim is right only while ``offset < max_size``; after that it leaves positions behind whose
+    rows are gone. Where that shows, the cache is refused.
+
+    A row that was taken out of a batch may have padding in the slots before its window. Nothing
+    reads those again, but as rows of a position they would be wrong. So of more than
+    ``max_size`` slots only the newest ``max_size`` count, unless the history is known: the
+    attribute ``minimum_resumable_offset`` is set, 0 on a new cache that no batch ever holds,
+    or ``keep`` is not 0, which no batch supports.
 
 Resume
     Exactly at a snapshot: as laid out. Elsewhere at every *p* whose first ``keep`` and newest
     ``max_size - keep`` positions are held, in temporal order, as after a prefill up to *p*.
+    A rebuilt cache has a known history.
 
 >>> import mlx.core as mx
 >>> from mlx_lm.models.cache import RotatingKVCache
@@ -45,6 +54,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.codecs.base import (
+    RECORD,
     Codec,
     Description,
     Meta,
@@ -57,6 +67,7 @@ from kvkeep.codecs.base import (
     committed,
     entry,
     grown,
+    recorded_floor,
     row_spec,
     whole,
 )
@@ -82,16 +93,19 @@ class KVRotating(Codec):
         if keep >= max_size:
             raise MalformedCache(f"RotatingKVCache keeps {keep} of {max_size} positions")
         check_planes(cache, (cache.keys, cache.values), 0)
-        slots = cache.keys.shape[2]
+        slots, index = cache.keys.shape[2], whole(cache, "_idx")
+        held = _layout(offset, slots, index, max_size, keep)
+        if _is_doubtful(cache):
+            held, slots = (Segment(offset - max_size, slots - max_size, max_size),), max_size
         return Description(
             kind=self.kind,
             version=self.version,
             params={"max_size": max_size, "keep": keep},
             offset=offset,
-            floor=offset - slots + max_size if offset > slots else 0,
+            floor=_floor(offset, slots, max_size),
             reach=Reach(window=max_size, keep=keep),
             rows=(row_spec("k", cache.keys), row_spec("v", cache.values)),
-            held=_layout(offset, slots, whole(cache, "_idx"), max_size, keep),
+            held=held,
         )
 
     def planes(self, cache: Any) -> dict[str, mx.array]:
@@ -99,8 +113,11 @@ class KVRotating(Codec):
         return {"k": cache.keys, "v": cache.values}
 
     def state(self, cache: Any) -> State:
-        """The physical length and the write index; no tensors."""
-        return State({"slots": cache.keys.shape[2], "index": cache._idx})
+        """The physical length and the write index, of what is held; no tensors."""
+        slots, index = cache.keys.shape[2], cache._idx
+        if _is_doubtful(cache):
+            slots = index = cache.max_size
+        return State({"slots": slots, "index": index})
 
     def place(self, params: Mapping[str, Scalar], meta: Meta | None, p: int) -> Placement:
         """The ring as laid out, or in temporal order without ``meta``.
@@ -125,7 +142,8 @@ class KVRotating(Codec):
         max_size = entry(params, "max_size")
         cache = _cache_class()(max_size, entry(params, "keep"))
         cache.keys, cache.values, cache.offset = planes["k"], planes["v"], p
-        _, cache._idx = _laid_out(max_size, meta, p)
+        slots, cache._idx = _laid_out(max_size, meta, p)
+        setattr(cache, RECORD, _floor(p, slots, max_size))
         return cache
 
 
@@ -133,6 +151,18 @@ def _laid_out(max_size: int, meta: Meta | None, p: int) -> tuple[int, int]:
     if meta is None:
         return min(p, max_size), min(p, max_size)
     return entry(meta, "slots"), entry(meta, "index")
+
+
+def _is_doubtful(cache: Any) -> bool:
+    """Whether slots before the window may hold the padding of a batch."""
+    slots = cache.keys.shape[2]
+    if slots <= cache.max_size or cache.keep:
+        return False
+    return recorded_floor(cache, _floor(cache.offset, slots, cache.max_size)) is None
+
+
+def _floor(offset: int, slots: int, max_size: int) -> int:
+    return offset - slots + max_size if offset > slots else 0
 
 
 def _layout(offset: int, slots: int, index: int, max_size: int, keep: int) -> tuple[Segment, ...]:
