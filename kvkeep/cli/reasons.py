@@ -45,7 +45,7 @@ def in_words(decision: Decision) -> list[str]:
 
 _SENTENCES = {
     "no_prefix": "the store holds no prompt that begins like this one",
-    "space_changed": "the store holds this prompt for another {detail}",
+    "space_changed": "the store holds this prompt for a model that differs in {detail}",
     "below_minimum": "what is stored is too short to be worth a restore",
     "corrupt": "stored bytes are damaged; see `kvkeep verify`",
     "newer_format": "it was stored by a newer kvkeep",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +46,23 @@ def command(since: float | None, store: Path, as_json: bool) -> None:
 
 
 def _totals(totals: Totals) -> dict[str, Any]:
-    return {**asdict(totals), "hit_rate": totals.hit_rate}
+    return {
+        "lookups": totals.lookups,
+        "hits": totals.hits,
+        "hit_rate": totals.hit_rate,
+        "prompt_tokens": totals.prompt_tokens,
+        "matched_tokens": totals.matched_tokens,
+        "resumed_tokens": totals.resumed_tokens,
+        "reasons": dict(totals.reasons),
+        "lost_tokens": {reason: n for reason, n in totals.lost_tokens.items() if n},
+        "restored_bytes": totals.restored_bytes,
+        "restore_seconds": totals.restore_seconds,
+        "snapshots": totals.snapshots,
+        "snapshots_refused": totals.snapshots_refused,
+        "stored_tokens": totals.stored_tokens,
+        "known_tokens": totals.known_tokens,
+        "written_bytes": totals.written_bytes,
+    }
 
 
 def _data(report: Report, spaces: list[SpaceInfo]) -> dict[str, Any]:
@@ -117,7 +132,7 @@ def _spaces(report: Report, spaces: list[SpaceInfo]) -> str:
 
 
 _MEANING = {
-    "full": "the prompts part there; all that is stored of them was resumed",
+    "full": "the prompts part there; all that was shared was resumed",
     "last_token": "the model must read at least one token",
     "no_prefix": "nothing stored begins like it",
     "no_state_at_offset": "layers that resume only at a resume point",

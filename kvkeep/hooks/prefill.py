@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvkeep.codecs.base import RECORD
 from kvkeep.errors import Refused
 
 DEFAULT_STEP = 2048
 """mlx-lm's own chunk; another one gives rows with other low bits."""
-
-FLOOR = "minimum_resumable_offset"
-"""Attribute of a converted cache: the offset at which its precision changed."""
 
 Progress = Callable[[int, int], None]
 
@@ -35,7 +33,8 @@ def prefill(
     ``quantized_kv_start``; the converted cache takes its place in ``caches`` and records the
     offset of the conversion, below which it cannot be resumed. ``progress`` is called with
     tokens done and tokens in all, once before the first chunk and after each; ``caches`` are
-    evaluated then and may be stored.
+    evaluated then and may be stored. A cache that is empty at first is marked as one whose
+    whole history is known.
 
     Raises ``ValueError`` for a ``step`` below 1 and ``Refused`` for a cache that mlx-lm
     cannot quantize.
@@ -46,6 +45,7 @@ def prefill(
     stream: Any = generation_stream
     if step < 1:
         raise ValueError(f"step is {step}; a chunk has at least one token")
+    vouch(caches)
     total, done = len(tokens), 0
     with wired_limit(model, [stream]), mx.stream(stream):
         if progress is not None:
@@ -60,6 +60,19 @@ def prefill(
             mx.clear_cache()
             if progress is not None:
                 progress(done, total)
+
+
+def vouch(caches: Sequence[Any]) -> None:
+    """Mark every cache that is still empty: from here on its history is known.
+
+    For rings and quantized caches this is what tells rows that can be resumed from rows that
+    a batch or another precision may have left.
+    """
+    for cache in caches:
+        if hasattr(cache, "caches"):
+            vouch(cache.caches)
+        elif getattr(cache, "offset", None) == 0:
+            setattr(cache, RECORD, 0)
 
 
 def convert(caches: list[Any], bits: int, group_size: int, start: int) -> None:
@@ -81,5 +94,5 @@ def convert(caches: list[Any], bits: int, group_size: int, start: int) -> None:
                 remedy="Leave kv_bits out for this model.",
             ) from error
         mx.eval(converted.keys, converted.values)
-        setattr(converted, FLOOR, cache.offset)
+        setattr(converted, RECORD, cache.offset)
         caches[index] = converted

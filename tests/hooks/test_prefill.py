@@ -168,3 +168,13 @@ def test_no_token_is_no_work_and_a_step_has_one() -> None:
     assert {cache.offset for cache in caches} == {0}
     with pytest.raises(ValueError, match="at least one token"):
         prefill(model, PROMPT, caches, step=0)
+
+
+def test_empty_caches_are_vouched_for_and_used_ones_are_not() -> None:
+    model = architectures.build("gemma3_text")
+    fresh, used = make_prompt_cache(model), make_prompt_cache(model)
+    model(mx.array(PROMPT[:40])[None], cache=used)
+    prefill(model, PROMPT[:40], fresh)
+    prefill(model, PROMPT[40:], used)
+    assert {cache.minimum_resumable_offset for cache in fresh} == {0}
+    assert not any(hasattr(cache, "minimum_resumable_offset") for cache in used)
