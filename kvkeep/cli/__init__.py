@@ -18,7 +18,12 @@ from kvkeep.errors import KvkeepError
 COMMANDS = {
     "snapshot": "snapshot",
     "restore": "restore",
+    "why": "why",
+    "ls": "ls",
+    "inspect": "inspect",
     "report": "report",
+    "verify": "verify",
+    "evict": "evict",
     "doctor": "doctor",
 }
 """Commands in the order of the help, and the module of this package that holds each."""

@@ -32,6 +32,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
 
 
+def age(seconds: float) -> str:
+    """The largest whole unit: ``7 min``, ``3 d``."""
+    for below, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= below:
+            return f"{int(seconds // below)} {name}"
+    return f"{int(seconds)} s"
+
+
 def clock(seconds: float) -> str:
     """A running time for a progress bar: ``0:00:51``."""
     minutes, secs = divmod(round(seconds), 60)

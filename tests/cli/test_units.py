@@ -49,5 +49,12 @@ def test_counts_totals_and_shares() -> None:
     ]
     assert units.share(92, 100) == "92.0 %"
     assert units.share(0, 0) == "–"
+    assert [units.age(x) for x in (0.2, 59, 60, 3599, 86400)] == [
+        "0 s",
+        "59 s",
+        "1 min",
+        "59 min",
+        "1 d",
+    ]
     assert units.clock(51.4) == "0:00:51"
     assert units.clock(3661) == "1:01:01"

@@ -1,0 +1,52 @@
+"""``kvkeep evict``: give disk space back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from kvkeep.cli import options, units
+from kvkeep.cli.lookup import find_space
+from kvkeep.cli.output import emit
+from kvkeep.cli.units import count
+from kvkeep.prefixstore.sizes import format_size
+
+
+@click.command("evict")
+@click.option("--to", metavar="SIZE", help="Until no more than this is kept, such as 20GB; or 0.")
+@click.option(
+    "--older-than",
+    callback=options.parsed(units.parse_duration),
+    metavar="TIME",
+    help="What was not used for this long, such as 7d.",
+)
+@click.option("--space", metavar="ID", help="Only of this space; the beginning of its id.")
+@options.common
+def command(
+    to: str | None, older_than: float | None, space: str | None, store: Path, as_json: bool
+) -> None:
+    """Drop what was used least recently.
+
+    Conversations go from their ends, so that what several share stays longest. The conditions
+    add up; --space alone drops the whole space. The file keeps its size and is filled again.
+
+    \b
+    Example:
+      kvkeep evict --to 20GB
+      kvkeep evict --older-than 7d --space 4f2a
+    """
+    from kvkeep.prefixstore.store import open_store
+
+    if to is None and older_than is None and space is None:
+        raise click.UsageError("Say what goes: --to, --older-than or --space.")
+    with open_store(store) as opened:
+        only = find_space(opened, space).id if space is not None else None
+        gone = opened.evict(to=to, older_than=older_than, space=only)
+        used = opened.used_bytes
+    text = (
+        f"Dropped {format_size(gone.bytes)}: {count(gone.tokens)} tokens in "
+        f"{count(gone.nodes)} nodes; {format_size(used)} kept"
+    )
+    emit(as_json, {**asdict(gone), "used_bytes": used}, text)
