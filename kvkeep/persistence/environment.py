@@ -17,12 +17,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 
 from kvkeep.errors import StoreClosed, StoreReadOnly, StoreUnusable
 from kvkeep.persistence.lmdb_errors import translate, translate_opening, translated
+
+if TYPE_CHECKING:
+    _Inner = lmdb.Transaction[memoryview]
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
@@ -93,12 +96,15 @@ class Environment:
                 inner = env.begin(write=write, buffers=True)
             except lmdb.Error as error:
                 raise translate(error, self.folder) from error
+            txn = Transaction(inner, self._shared.databases, self.folder, write)
             try:
-                yield Transaction(inner, self._shared.databases, self.folder, write)
+                yield txn
             except BaseException:
+                txn.end()
                 if self._pid == os.getpid():
                     inner.abort()
                 raise
+            txn.end()
             if self._pid == os.getpid():
                 with translated(self.folder):
                     inner.commit()
@@ -145,8 +151,8 @@ class Transaction:
     read from by several threads at once.
     """
 
-    def __init__(self, inner: Any, databases: dict[str, Any], folder: Path, write: bool) -> None:
-        self._txn = inner
+    def __init__(self, inner: _Inner, databases: dict[str, Any], folder: Path, write: bool) -> None:
+        self._inner: _Inner | None = inner
         self._databases = databases
         self._folder = folder
         self._write = write
@@ -155,33 +161,34 @@ class Transaction:
 
     def get(self, database: str, key: Any) -> memoryview | None:
         """The value of ``key``, not copied; ``None`` where there is none."""
+        txn, db = self._use(database)
         try:
-            db = self._database(database)
-            return self._txn.get(key, None, db) if db is not None else None
+            return txn.get(key, None, db) if db is not None else None
         except lmdb.Error as error:
             raise translate(error, self._folder) from error
 
     def put(self, database: str, key: Any, value: Any, *, append: bool = False) -> None:
         """Write ``value``, replacing another. ``append``: the key is most likely the highest."""
+        txn, db = self._use(database)
         try:
-            db = self._databases[database]
-            if not append or not self._txn.put(key, value, db=db, append=True):
-                self._txn.put(key, value, db=db)
+            if not append or not txn.put(key, value, db=db, append=True):
+                txn.put(key, value, db=db)
         except lmdb.Error as error:
             raise translate(error, self._folder) from error
 
     def delete(self, database: str, key: Any) -> bool:
         """Delete ``key``; whether it was there."""
+        txn, db = self._use(database)
         try:
-            return bool(self._txn.delete(key, db=self._databases[database]))
+            return txn.delete(key, db=db)
         except lmdb.Error as error:
             raise translate(error, self._folder) from error
 
     def count(self, database: str) -> int:
         """How many keys there are."""
+        txn, db = self._use(database)
         try:
-            db = self._database(database)
-            return int(self._txn.stat(db)["entries"]) if db is not None else 0
+            return txn.stat(db)["entries"] if db is not None else 0
         except lmdb.Error as error:
             raise translate(error, self._folder) from error
 
@@ -195,15 +202,20 @@ class Transaction:
         """As ``keys``, with the values; in a write transaction the values are copies."""
         return self._scan(database, prefix, start, values=True)
 
+    def end(self) -> None:
+        """Let go of LMDB's transaction, which whoever began it commits or aborts."""
+        self._inner = None
+
     def _scan(
         self, database: str, prefix: bytes, start: bytes, *, values: bool
     ) -> Iterator[tuple[bytes, memoryview]]:
+        txn, db = self._use(database)
+        if db is None:
+            return
+        first = max(prefix, start)
         try:
-            db = self._database(database)
-            if db is None:
-                return
-            with self._txn.cursor(db=db) as cursor:
-                found = cursor.set_range(first) if (first := max(prefix, start)) else cursor.first()
+            with txn.cursor(db=db) as cursor:
+                found = cursor.set_range(first) if first else cursor.first()
                 while found:
                     key = bytes(cursor.key())
                     if not key.startswith(prefix):
@@ -214,15 +226,21 @@ class Transaction:
         except lmdb.Error as error:
             raise translate(error, self._folder) from error
 
-    def _database(self, name: str) -> Any:
-        """The handle of ``name``, whose root page this transaction has read, once."""
-        db = self._databases[name]
-        if name not in self._ready and db is not None:
-            # LMDB reads the root on first use and is not safe if two threads do so at once.
+    def _use(self, database: str) -> tuple[_Inner, Any]:
+        """LMDB's transaction, and the handle of ``database`` with its root page read.
+
+        The handle is ``None`` where a store opened for reading only lacks the database.
+        """
+        txn = self._inner
+        if txn is None:
+            raise StoreClosed(f"{self._folder}: this transaction has ended")
+        db = self._databases[database]
+        if database not in self._ready and db is not None:
+            # LMDB reads the root on first use, which two threads must not do at once.
             with self._lock:
-                self._txn.stat(db)
-                self._ready.add(name)
-        return db
+                txn.stat(db)
+                self._ready.add(database)
+        return txn, db
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:

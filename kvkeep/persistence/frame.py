@@ -58,6 +58,9 @@ HEAD = struct.Struct(
 )
 CHECKED = HEAD.size - 8
 
+_ARRAY_OF_TWO = b"\x92"
+_PLAIN = (int, str, bytes, bool, float, type(None))
+
 MOST_HEADER = 1 << 22
 MOST_TENSORS = 1 << 14
 MOST_AXES = 8
@@ -77,12 +80,12 @@ class Draft:
     """A frame in the making: memory for the header and the raw payload in one piece.
 
     Fill ``views`` (name: numpy array in the host dtype and the tensor's shape), then ``seal``.
-    ``extra`` is a small mapping of msgpack's own types. Raises ``ValueError`` where the
-    tensors or ``extra`` are beyond what a frame can hold.
+    ``extra`` is a small mapping of msgpack's own types, with string keys. Raises ``ValueError``
+    where the tensors or ``extra`` are beyond what a frame can hold, and msgpack's ``TypeError``.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], extra: Mapping[str, Any]) -> None:
-        self._extra = dict(extra)
+        self._extra: bytes = msgpack.packb(dict(extra))
         parts = []
         at = 0
         for spec in specs:
@@ -91,7 +94,7 @@ class Draft:
         self._parts = parts
         end = parts[-1].offset + parts[-1].size if parts else 0
         header = _pack_header(parts, self._extra)
-        _check_limits(parts, len(header), end)
+        _check_limits(parts, header, end)
         self._start = _aligned(HEAD.size + len(header))
         self.nbytes = self._start + end
         """Bytes of the frame if nothing is compressed, which is what the draft holds."""
@@ -144,8 +147,8 @@ class Frame:
         """
         view = memoryview(buffer).cast("B").toreadonly()
         header, start = _split(view)
-        parts, extra = _read_header(header, len(view) - start)
-        return cls(view, start, parts, extra)
+        table, extra = _unpack_header(header)
+        return cls(view, start, _read_table(table, len(view) - start), extra)
 
     def read(self, name: str) -> Host:
         """The tensor ``name`` in its host dtype, read-only; a view where it is stored raw.
@@ -180,20 +183,23 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _pack_header(parts: Sequence[_Part], extra: dict[str, Any]) -> bytes:
-    table = [
-        [p.spec.name, p.spec.dtype, list(p.spec.shape), p.encoding, p.offset, p.size] for p in parts
-    ]
-    packed: bytes = msgpack.packb([table, extra], strict_types=False)
-    return packed
+def _pack_header(parts: Sequence[_Part], extra: bytes) -> bytes:
+    table: bytes = msgpack.packb(
+        [[p.spec.name, p.spec.dtype, p.spec.shape, p.encoding, p.offset, p.size] for p in parts]
+    )
+    return _ARRAY_OF_TWO + table + extra
 
 
-def _check_limits(parts: Sequence[_Part], header: int, payload: int) -> None:
+def _check_limits(parts: Sequence[_Part], header: bytes, payload: int) -> None:
+    try:
+        _unpack_header(header)
+    except CorruptFrame as error:
+        raise ValueError(error.problem) from error
     names = {part.spec.name for part in parts}
     if (
         len(names) != len(parts)
         or len(parts) > MOST_TENSORS
-        or header > MOST_HEADER
+        or len(header) > MOST_HEADER
         or payload > MOST_PAYLOAD
         or any(not 0 < len(name) <= MOST_NAME for name in names)
         or any(len(part.spec.shape) > MOST_AXES for part in parts)
@@ -221,7 +227,7 @@ def _compress(parts: Sequence[_Part], payload: Host) -> list[_Part]:
     return out
 
 
-def _close(buffer: Host, start: int, parts: Sequence[_Part], extra: dict[str, Any]) -> memoryview:
+def _close(buffer: Host, start: int, parts: Sequence[_Part], extra: bytes) -> memoryview:
     """Write the headers before the payload at ``start``, and the checksum over everything."""
     header = _pack_header(parts, extra)
     size = parts[-1].offset + parts[-1].size if parts else 0
@@ -262,7 +268,7 @@ def _split(data: memoryview) -> tuple[bytes, int]:
     return bytes(data[HEAD.size : HEAD.size + header]), start
 
 
-def _read_header(packed: bytes, payload: int) -> tuple[dict[str, _Part], dict[str, Any]]:
+def _unpack_header(packed: bytes) -> tuple[list[Any], dict[str, Any]]:
     unpacker = msgpack.Unpacker(
         use_list=True,
         raw=False,
@@ -279,10 +285,26 @@ def _read_header(packed: bytes, payload: int) -> tuple[dict[str, _Part], dict[st
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise CorruptFrame(f"A frame's header cannot be read ({error})") from error
     match header:
-        case [list(table), dict(extra)] if complete and all(type(key) is str for key in extra):
-            return _read_table(table, payload), extra
+        case [list(table), dict(extra)] if complete and _is_plain(extra):
+            return table, extra
         case _:
             raise CorruptFrame("A frame's header has another form")
+
+
+def _is_plain(extra: dict[Any, Any]) -> bool:
+    """Whether all keys are strings and all values are msgpack's own types."""
+    waiting: list[Any] = [extra]
+    while waiting:
+        value = waiting.pop()
+        if type(value) is dict:
+            if any(type(key) is not str for key in value):
+                return False
+            waiting += value.values()
+        elif type(value) is list:
+            waiting += value
+        elif type(value) not in _PLAIN:
+            return False
+    return True
 
 
 def _no_extension(code: int, data: bytes) -> Any:

@@ -40,12 +40,15 @@ def translated(folder: Path) -> Iterator[None]:
 
 def translate(error: lmdb.Error | OSError, folder: Path) -> KvkeepError:
     """Our error for ``error``, which came up while the store in ``folder`` was in use."""
-    number = error.errno if isinstance(error, OSError) else error.code
+    number = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
     name = type(error).__name__
     if isinstance(error, lmdb.MapFullError):
         return StoreFull(f"{folder}: the store has reached the size that it was laid out for")
-    if number in _FULL:
+    if number in _FULL or isinstance(error, lmdb.DiskError):
         return StoreFull(f"{folder}: the disk is full, or this user's share of it")
+    if number == errno.EIO:
+        # What LMDB reports where the disk took only a part of a write.
+        return StoreFull(f"{folder}: the disk is full, or it is failing ({error})")
     if number in _FORBIDDEN or isinstance(error, lmdb.ReadonlyError):
         return StoreReadOnly(f"{folder}: no permission ({error})")
     if isinstance(error, lmdb.VersionMismatchError):
@@ -60,7 +63,7 @@ def translate(error: lmdb.Error | OSError, folder: Path) -> KvkeepError:
         return StoreUnusable(
             f"{folder}: every reader slot is taken", remedy="Stop processes that read this store."
         )
-    if number == errno.ENOMEM:
+    if number == errno.ENOMEM or isinstance(error, lmdb.MemoryError):
         return StoreUnusable(
             f"{folder}: no memory or address space",
             remedy="Free memory, raise `ulimit -v`, or make a store with a smaller max_bytes.",

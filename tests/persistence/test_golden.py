@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvkeep.persistence.frame import Frame
+from tests.persistence import make_golden
+
+
+def test_every_golden_file_has_its_contents() -> None:
+    assert {path.stem for path in make_golden.FOLDER.glob("*.kvkf")} == set(make_golden.FRAMES)
+
+
+@pytest.mark.parametrize("name", list(make_golden.FRAMES))
+def test_golden_frames_read_bit_for_bit(name: str) -> None:
+    specs, extra, smooth = make_golden.FRAMES[name]
+    frame = Frame.open((make_golden.FOLDER / f"{name}.kvkf").read_bytes())
+    assert frame.extra == extra
+    assert list(frame.specs.values()) == specs
+    compared = 0
+    for spec in specs:
+        want = make_golden.contents(spec, smooth=smooth)
+        found = frame.read(spec.name)
+        assert (found.dtype, found.shape) == (want.dtype, want.shape)
+        assert found.tobytes() == want.tobytes()
+        compared += found.size
+    assert compared == sum(int(np.prod(spec.shape)) for spec in specs)
+
+
+def test_golden_files_cover_every_encoding() -> None:
+    seen = set()
+    for path in make_golden.FOLDER.glob("*.kvkf"):
+        seen |= {part.encoding for part in Frame.open(path.read_bytes())._parts.values()}
+    assert seen == {0, 1, 2}
+
+
+def test_the_raw_golden_frames_are_what_is_written_today() -> None:
+    # Compressed bytes may change with zstd; these may not.
+    for name in ("empty", "raw"):
+        assert make_golden.sealed(name) == (make_golden.FOLDER / f"{name}.kvkf").read_bytes()
+
+
+def test_golden_files_are_never_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(make_golden, "FOLDER", tmp_path)
+    assert make_golden.main() == 0
+    (tmp_path / "raw.kvkf").write_bytes(b"kept")
+    assert make_golden.main() == 1
+    assert (tmp_path / "raw.kvkf").read_bytes() == b"kept"
