@@ -189,4 +189,4 @@ def _state_tensors(state: Frame | None, layer: int, arrays: Mapping[str, Any]) -
 @cache
 def _pool() -> ThreadPoolExecutor:
     """Threads that verify and copy; more than cores, since cold pages make them wait."""
-    return ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), "kvkeep-read")
+    return ThreadPoolExecutor(min(8, 4 * (os.cpu_count() or 1)), "kvkeep-read")

@@ -18,6 +18,7 @@ import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 import kvkeep
+from kvkeep.hooks.prefill import vouch
 from tests import architectures
 
 PROMPT, STEP, END, SNAPSHOTS, AHEAD = 48, 16, 120, (48, 60, 88), 32
@@ -76,6 +77,7 @@ def main(variant, path, out):
     model = architectures.build(VARIANTS[variant])
     tokens = tokens_of(variant)
     caches = make_prompt_cache(model)
+    vouch(caches)
     logits, temporal = {}, {}
     with kvkeep.open(path, max_bytes="1GB") as store:
         space = open_space(store, variant, model)
