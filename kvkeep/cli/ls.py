@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
+    metavar="N",
     default=20,
     show_default=True,
     help="Conversations to list, newest first; --json lists all of them.",

@@ -80,7 +80,7 @@ def budget(function: Callable[..., Any]) -> Callable[..., Any]:
             envvar="KVKEEP_MAX_BYTES",
             show_envvar=True,
             metavar="SIZE",
-            help="Byte budget of the store, such as 50GB or 60GiB. Kept until it is changed.",
+            help="Byte budget of the store, such as 50GB or 60GiB; it keeps the last one given.",
         ),
     )
 
@@ -117,6 +117,7 @@ def model(function: Callable[..., Any]) -> Callable[..., Any]:
             "--kv-group-size",
             type=int,
             default=64,
+            metavar="N",
             show_default=True,
             help="Values that share a scale in a quantized cache.",
         ),
@@ -124,6 +125,7 @@ def model(function: Callable[..., Any]) -> Callable[..., Any]:
             "--quantized-kv-start",
             type=click.IntRange(min=0),
             default=5000,
+            metavar="N",
             show_default=True,
             help="Position from which --kv-bits takes effect.",
         ),
@@ -156,7 +158,7 @@ def prompt(function: Callable[..., Any]) -> Callable[..., Any]:
     return _with(
         collected,
         click.option("--prompt", metavar="TEXT", help="The user's message."),
-        click.option("--prompt-file", type=file, help="A file with it; - is stdin."),
+        click.option("--prompt-file", type=file, help="A file with the message; - is stdin."),
         click.option("--chat", type=file, help="A JSON list of chat messages (role, content)."),
         click.option("--tokens-file", type=file, help="Token ids: a JSON list, or numbers."),
         click.option(
