@@ -102,7 +102,7 @@ def _text(report: Report, spaces: list[SpaceInfo]) -> str:
         lines.append(f"Damaged records: {report.quarantined}; see `kvkeep verify`")
     lost = [(reason, n) for reason, n in total.lost_tokens.most_common() if n]
     if lost:
-        rows = [(reason, units.magnitude(n), _MEANING.get(_stem(reason), "")) for reason, n in lost]
+        rows = [(reason, units.magnitude(n), MEANING.get(_stem(reason), "")) for reason, n in lost]
         lines += ["", table(("Not resumed", "tokens", "because"), rows, right=("tokens",))]
     if spaces:
         lines += ["", _spaces(report, spaces)]
@@ -131,9 +131,10 @@ def _spaces(report: Report, spaces: list[SpaceInfo]) -> str:
     return table(heads, rows, right=("kept", "hit", "written"))
 
 
-_MEANING = {
+MEANING = {
     "full": "the prompts part there; all that was shared was resumed",
     "last_token": "the model must read at least one token",
+    "chunk_aligned": "exact mode resumes at multiples of the prefill step",
     "no_prefix": "nothing stored begins like it",
     "no_state_at_offset": "layers that resume only at a resume point",
     "rows_missing": "rows were evicted, or never stored",

@@ -12,6 +12,7 @@ import pytest
 
 from kvkeep.cli import COMMANDS, main
 from kvkeep.cli.reference import reference
+from kvkeep.cli.report import MEANING
 from kvkeep.prefixstore.policy import Reason
 from tests.cli.conftest import Ask
 from tests.cli.test_store_commands import CONTEXT, FIRST, damage
@@ -90,3 +91,4 @@ def test_json_has_exactly_the_documented_keys(
 def test_every_reason_is_documented(reason: Reason) -> None:
     text = (DOCS / "json.md").read_text(encoding="utf-8").partition("## Reasons")[2]
     assert f"| `{reason}" in text
+    assert str(reason) in MEANING
