@@ -29,6 +29,7 @@ FIELDS = (
     "draft_model",
     "layout",
     "kv_scheme",
+    "plan",
     "salt",
 )
 """The fields that kvkeep fills; an explicit identity may bring others."""
@@ -64,12 +65,16 @@ class Identity:
 
 
 def explicit(
-    identity: Mapping[str, Any], layout: Iterable[str], kv_scheme: str | None, salt: str | None
+    identity: Mapping[str, Any],
+    layout: Iterable[str],
+    kv_scheme: str | None,
+    salt: str | None,
+    plan: str = "",
 ) -> Identity:
     """The identity of an embedder that names its own fields."""
     fields = {f"x.{k}": _digest(_canonical(v)) for k, v in identity.items()}
     label = str(identity.get("name", identity.get("model", "")))
-    return _identity(fields, layout, kv_scheme, salt, label)
+    return _identity(fields, layout, kv_scheme, salt, plan, label)
 
 
 def of_model(
@@ -82,6 +87,7 @@ def of_model(
     layout: Iterable[str],
     kv_scheme: str | None,
     salt: str | None,
+    plan: str = "",
     remember: Remember,
 ) -> Identity:
     """The identity of an mlx-lm model.
@@ -101,7 +107,7 @@ def of_model(
         fields["adapter"] = _folder_digest(resolve(adapter), ("*.safetensors", "*.json"), remember)
     if draft_model is not None:
         fields["draft_model"] = weights_digest(resolve(draft_model), remember)
-    return _identity(fields, layout, kv_scheme, salt, str(model_path))
+    return _identity(fields, layout, kv_scheme, salt, plan, str(model_path))
 
 
 def resolve(path: str | PathLike[str]) -> Path:
@@ -146,9 +152,12 @@ def _identity(
     layout: Iterable[str],
     kv_scheme: str | None,
     salt: str | None,
+    plan: str,
     label: str,
 ) -> Identity:
     fields |= {"format": str(FORMAT), "layout": ",".join(layout), "kv_scheme": kv_scheme or ""}
+    if plan:
+        fields["plan"] = plan
     if salt:
         fields["salt"] = _digest(b"kvkeep salt\0" + salt.encode())
     return Identity(tuple(sorted(fields.items())), label)

@@ -22,6 +22,7 @@ class Reason(StrEnum):
 
     FULL = "full"
     LAST_TOKEN = "last_token"
+    CHUNK_ALIGNED = "chunk_aligned"
     NO_PREFIX = "no_prefix"
     BELOW_FLOOR = "below_floor"
     NO_STATE_AT_OFFSET = "no_state_at_offset"
@@ -126,22 +127,28 @@ class Choice:
 
 
 def decide(
-    prompt_tokens: int, matched: int, candidates: Sequence[Candidate], minimum: int = 1
+    prompt_tokens: int,
+    matched: int,
+    candidates: Sequence[Candidate],
+    minimum: int = 1,
+    step: int = 1,
 ) -> Choice:
     """The largest offset that is really resumable, and why it is not larger.
 
     ``matched`` is the common prefix of the prompt and the stored path. ``minimum`` is the
-    smallest offset that is worth a restore; below it the answer is a miss.
+    smallest offset that is worth a restore; below it the answer is a miss. Offsets are
+    multiples of ``step``, the prefill step of chunk-aligned mode.
     """
-    limit = min(matched, prompt_tokens - 1)
+    top = min(matched, prompt_tokens - 1)
+    limit = top // step * step
     if limit <= 0:
-        reason = Reason.LAST_TOKEN if matched > 0 else Reason.NO_PREFIX
+        reason = _at_the_limit(matched, top, limit) if matched > 0 else Reason.NO_PREFIX
         return Choice(Decision(0, matched, prompt_tokens, reason))
 
     best: tuple[int, bool, int, Point | None] = (0, False, -1, None)
     for index, candidate in enumerate(candidates):
         point = _last_point(candidate, limit)
-        interior = _interior(candidate, limit)
+        interior = _interior(candidate, limit, step)
         at_point = point is not None and point.offset >= interior
         offset = point.offset if point is not None and at_point else interior
         if offset and (offset, at_point) > best[:2]:
@@ -149,7 +156,7 @@ def decide(
     offset, _, index, point = best
 
     if offset >= limit:
-        reason = Reason.LAST_TOKEN if matched > limit else Reason.FULL
+        reason = _at_the_limit(matched, top, limit)
         limits: tuple[LayerLimit, ...] = ()
     else:
         limits = _limits(candidates, index, limit)
@@ -158,6 +165,13 @@ def decide(
         return Choice(Decision(0, matched, prompt_tokens, Reason.BELOW_MINIMUM, limits))
     decision = Decision(offset, matched, prompt_tokens, reason, limits)
     return Choice(decision, index if offset else None, point)
+
+
+def _at_the_limit(matched: int, top: int, limit: int) -> Reason:
+    """Why a resume that had all it asked for did not go beyond ``limit``."""
+    if limit < top:
+        return Reason.CHUNK_ALIGNED
+    return Reason.LAST_TOKEN if matched > top else Reason.FULL
 
 
 def reachable(reach: Reach, coverage: Ranges, limit: int) -> int:
@@ -187,14 +201,14 @@ def _whole(candidate: Candidate, point: Point) -> bool:
     return all(covers(candidate.coverage[family], needs) for family, needs in point.needs)
 
 
-def _interior(candidate: Candidate, limit: int) -> int:
+def _interior(candidate: Candidate, limit: int, step: int) -> int:
     if candidate.stateful:
         return 0
     p, before = limit, -1
     while p and p != before:
         before = p
         for group in candidate.groups:
-            p = reachable(group.reach, _coverage(candidate, group), p)
+            p = reachable(group.reach, _coverage(candidate, group), p) // step * step
     return p if p >= candidate.floor else 0
 
 

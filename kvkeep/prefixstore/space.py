@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.errors import Damaged, KvkeepError, Refused, StoreClosed
+from kvkeep.errors import Damaged, KvkeepError, OffsetMismatch, Refused, StoreClosed
 from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore.events import Event
 from kvkeep.prefixstore.identity import Identity
@@ -47,13 +47,22 @@ class Hit:
 class Space:
     """Snapshots and resumes under one identity. Made by ``Store.space``; thread-safe."""
 
-    def __init__(self, store: Store, identity: Identity, layout: tuple[str, ...]) -> None:
+    def __init__(
+        self, store: Store, identity: Identity, layout: tuple[str, ...], step: int = 1
+    ) -> None:
         self.identity = identity
         self.id = identity.id
         self._store = store
         self._layout = layout
+        self._step = step
 
-    def snapshot(self, tokens: Any, caches: Sequence[Any], origin: str = "prompt") -> Receipt:
+    def snapshot(
+        self,
+        tokens: Any,
+        caches: Sequence[Any],
+        origin: str = "prompt",
+        prefilled: int | None = None,
+    ) -> Receipt:
         """Store ``caches``, which cover ``tokens``.
 
         Copies the rows that nobody stored before and returns; a thread does the rest (see
@@ -61,11 +70,19 @@ class Space:
         tokens are cut, where that is exact. The caches are neither changed nor kept.
         ``origin`` says what ends here: ``prompt``, ``output``, ``boundary`` or ``interval``.
 
+        In chunk-aligned mode only whole prefill steps are stored. ``prefilled`` says how many
+        leading tokens a prefill computed; without it all of them, and none of an ``output``.
+
         Raises ``Refused`` for caches that cannot be stored exactly. A failure of the store
         raises nothing: the receipt says that it was not stored, and why.
         """
         ids = as_tokens(tokens)
         self._check_layout(caches)
+        if self._step > 1:
+            computed = (0 if origin == "output" else len(ids)) if prefilled is None else prefilled
+            ids = ids[: min(len(ids), computed) // self._step * self._step]
+            if not len(ids):
+                return Receipt().settle(False, 0, "no whole prefill step to store")
         started = time.perf_counter()
         try:
             queued = self._store.writer.queued(self.id)
@@ -75,12 +92,16 @@ class Space:
                 )
             self._store.register(self.identity)
             receipt = self._store.writer.submit(prepared)
+        except OffsetMismatch as error:
+            if self._step == 1:
+                raise
+            return Receipt().settle(False, 0, error.problem)
         except (Refused, StoreClosed):
             raise
         except (KvkeepError, OSError, MemoryError) as error:
             log.warning("kvkeep: not stored: %s", error)
             problem = error.problem if isinstance(error, KvkeepError) else str(error)
-            return Receipt(0, 0).settle(False, 0, problem)
+            return Receipt().settle(False, 0, problem)
         self._store.writer.call(lambda: self._note(prepared, receipt, started))
         return receipt
 
@@ -155,7 +176,7 @@ class Space:
     def _decide(self, txn: Transaction, ids: Tokens, minimum: int) -> tuple[Choice, Path, Facts]:
         path = walk(txn, self.id, ids)
         facts = facts_of(txn, path, self._store.quarantined())
-        choice = decide(len(ids), path.matched, facts.candidates, minimum)
+        choice = decide(len(ids), path.matched, facts.candidates, minimum, self._step)
         if path.broken is not None:
             reason = Reason.NEWER_FORMAT if path.newer else Reason.CORRUPT
             choice = replace(choice, decision=replace(choice.decision, reason=reason))

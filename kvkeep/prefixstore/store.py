@@ -111,6 +111,8 @@ class Store:
         salt: str | None = None,
         identity: Mapping[str, Any] | None = None,
         layout: Sequence[Any] | None = None,
+        exact: bool = False,
+        prefill_step: int = 2048,
     ) -> Space:
         """The space of a model: nothing stored elsewhere is ever served here.
 
@@ -121,6 +123,10 @@ class Store:
 
         Without an mlx-lm model, ``identity`` names what must be equal, in any JSON form, and
         ``layout`` is a cache list, empty or not, of the kinds that will be stored.
+
+        ``exact=True`` is chunk-aligned mode: a resumed run answers what a cold one answers,
+        bit for bit. It stores only whole chunks of ``prefill_step`` tokens and resumes only
+        between them, so the model must then be run in such chunks.
 
         Raises ``IdentityUnknown`` where the content cannot be read.
         """
@@ -134,8 +140,10 @@ class Store:
 
             layout = make_prompt_cache(model)
         kinds = kind_tree(layout or ())
+        step = prefill_step if exact else 1
+        plan = f"chunks of {step}" if exact else ""
         if identity is not None:
-            found = _explicit(identity, kinds, kv_scheme, salt)
+            found = _explicit(identity, kinds, kv_scheme, salt, plan)
         else:
             found = _of_model(
                 model,
@@ -146,9 +154,10 @@ class Store:
                 layout=kinds,
                 kv_scheme=kv_scheme,
                 salt=salt,
+                plan=plan,
                 remember=self._remember,
             )
-        return Space(self, found, kinds)
+        return Space(self, found, kinds, step)
 
     def report(self, since: float = 0.0) -> Report:
         """Totals of the lookups and snapshots from ``since`` (seconds since the epoch) on."""
