@@ -44,6 +44,8 @@ class Choice:
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
+    prefill_step: int = 2048
+    exact: bool = False
     salt: str | None = None
 
     @property
@@ -84,6 +86,8 @@ class Choice:
             adapter=self.adapter,
             kv_scheme=self.kv_scheme,
             salt=self.salt,
+            exact=self.exact,
+            prefill_step=self.prefill_step,
         )
 
 

@@ -130,6 +130,20 @@ def model(function: Callable[..., Any]) -> Callable[..., Any]:
             help="Position from which --kv-bits takes effect.",
         ),
         click.option(
+            "--prefill-step",
+            type=click.IntRange(min=1),
+            default=2048,
+            show_default=True,
+            metavar="N",
+            help="Tokens of the prompt that the model reads at a time.",
+        ),
+        click.option(
+            "--exact",
+            is_flag=True,
+            help="Store and resume only whole prefill steps, so that an answer after a resume "
+            "has the bits of a cold one.",
+        ),
+        click.option(
             "--salt",
             envvar="KVKEEP_SALT",
             show_envvar=True,
@@ -163,22 +177,6 @@ def prompt(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--tokens-file", type=file, help="Token ids: a JSON list, or numbers."),
         click.option(
             "--raw", is_flag=True, help="Take --prompt or --prompt-file without a chat template."
-        ),
-    )
-
-
-def prefill_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--prefill-step``. Passes ``step: int``."""
-    return _with(
-        function,
-        click.option(
-            "--prefill-step",
-            "step",
-            type=click.IntRange(min=1),
-            default=2048,
-            show_default=True,
-            metavar="N",
-            help="Tokens of the prompt that the model reads at a time.",
         ),
     )
 

@@ -51,7 +51,6 @@ class Answer:
 @options.prompt
 @click.option("--generate", type=click.IntRange(min=1), metavar="N", help="Answer with N tokens.")
 @click.option("--cold", is_flag=True, help="Ignore the store, to compare with.")
-@options.prefill_step
 @options.common
 @click.pass_context
 def command(
@@ -60,7 +59,6 @@ def command(
     source: Source,
     generate: int | None,
     cold: bool,
-    step: int,
     store: Path,
     as_json: bool,
 ) -> None:
@@ -89,7 +87,7 @@ def command(
         missed = hit.offset == 0 and not cold
         answer = Answer()
         if generate:
-            _generate(loaded, choice, hit, step, generate, started, answer)
+            _generate(loaded, choice, hit, generate, started, answer)
         lines = _cold(len(tokens)) if cold else _facts(hit.decision, restored, answer)
         if answer.first_token is not None:
             lines.append(f"First token after {duration(answer.first_token)}")
@@ -116,7 +114,6 @@ def _generate(
     loaded: Loaded,
     choice: Choice,
     hit: Hit,
-    step: int,
     tokens: int,
     started: float,
     answer: Answer,
@@ -134,7 +131,7 @@ def _generate(
             hit.rest,
             max_tokens=tokens,
             prompt_cache=caches,
-            prefill_step_size=step,
+            prefill_step_size=choice.prefill_step,
             prompt_progress_callback=bar,
             **choice.quantization,
         ):

@@ -32,11 +32,22 @@ class NotStored(StoreUnusable):
 class Outcome:
     """What was read and what was stored; offsets and counts are tokens."""
 
-    offset: int
     resumed: int
+    read: int
     receipts: list[tuple[int, Receipt]]
     read_seconds: float
     store_seconds: float
+
+    @property
+    def offset(self) -> int:
+        """The last resume point that is stored; 0 without one."""
+        return max(self.points, default=0)
+
+    @property
+    def reason(self) -> str:
+        """What the store said of the last resume point that it took, or of the last one."""
+        stored = [receipt for _, receipt in self.receipts if receipt.stored]
+        return (stored or [receipt for _, receipt in self.receipts])[-1].reason
 
     @property
     def tokens_new(self) -> int:
@@ -51,19 +62,17 @@ class Outcome:
     @property
     def points(self) -> list[int]:
         """Offsets of the resume points that this run stored."""
-        return [offset for offset, receipt in self.receipts if receipt.stored]
+        return sorted({offset for offset, receipt in self.receipts if receipt.stored})
 
 
 @click.command("snapshot")
 @options.model
 @options.prompt
-@options.prefill_step
 @options.budget
 @options.common
 def command(
     choice: Choice,
     source: Source,
-    step: int,
     max_bytes: int | None,
     store: Path,
     as_json: bool,
@@ -86,14 +95,13 @@ def command(
         if len(tokens) < 2:
             raise EmptyCache("A prompt of one token has nothing to resume", remedy="")
         space = choice.space(opened, loaded)
-        done = take(space, loaded, choice, tokens, step)
-    last = done.receipts[-1][1]
-    if not last.stored:
-        raise NotStored(f"The prompt was read but not stored: {last.reason}")
-    emit(as_json, _data(space.id.hex(), tokens, done, last), _text(done))
+        done = take(space, loaded, choice, tokens)
+    if not done.points:
+        raise NotStored(f"The prompt was read but not stored: {done.reason}")
+    emit(as_json, _data(space.id.hex(), tokens, done), _text(done))
 
 
-def take(space: Space, loaded: Loaded, choice: Choice, tokens: list[int], step: int) -> Outcome:
+def take(space: Space, loaded: Loaded, choice: Choice, tokens: list[int]) -> Outcome:
     """Bring all but the last of ``tokens`` into the store, reading only what it lacks."""
     from kvkeep.hooks.interval_points import IntervalPoints
     from kvkeep.hooks.prefill import prefill
@@ -105,35 +113,36 @@ def take(space: Space, loaded: Loaded, choice: Choice, tokens: list[int], step: 
     started = time.perf_counter()
     with progress(f"Reading {count(len(todo))} tokens", lambda rate: f"{rate:,.0f} tok/s") as bar:
         points = IntervalPoints(space, prefix, caches, hit.offset, bar)
+        step = choice.prefill_step
         prefill(loaded.model, todo, caches, step=step, progress=points, **choice.quantization)
     read = time.perf_counter()
-    receipts = [*points.receipts, (len(prefix), space.snapshot(prefix, caches))]
+    end = len(prefix) // step * step if choice.exact else len(prefix)
+    receipts = [*points.receipts, (end, space.snapshot(prefix, caches))]
     receipts[-1][1].wait()
     stored = time.perf_counter()
-    return Outcome(len(prefix), hit.offset, receipts, read - started, stored - read)
+    return Outcome(hit.offset, len(todo), receipts, read - started, stored - read)
 
 
-def _data(space: str, tokens: list[int], done: Outcome, last: Receipt) -> dict[str, Any]:
+def _data(space: str, tokens: list[int], done: Outcome) -> dict[str, Any]:
     return {
         "space": space,
         "prompt_tokens": len(tokens),
         "offset": done.offset,
         "resumed_tokens": done.resumed,
-        "read_tokens": done.offset - done.resumed,
+        "read_tokens": done.read,
         "new_tokens": done.tokens_new,
         "known_tokens": done.offset - done.tokens_new,
         "resume_points": done.points,
         "bytes_written": done.bytes_written,
-        "reason": last.reason,
+        "reason": done.reason,
         "read_seconds": done.read_seconds,
         "store_seconds": done.store_seconds,
     }
 
 
 def _text(done: Outcome) -> str:
-    read = done.offset - done.resumed
     lines = [
-        f"Read {count(read)} tokens in {duration(done.read_seconds)}"
+        f"Read {count(done.read)} tokens in {duration(done.read_seconds)}"
         + (f", {count(done.resumed)} resumed from the store" if done.resumed else ""),
         f"Stored {count(done.offset)} tokens ({count(done.tokens_new)} new, "
         f"{count(done.offset - done.tokens_new)} already there)  "

@@ -176,3 +176,24 @@ def test_a_report_adds_up(models, ask: Ask, run: Run) -> None:
     assert shown.startswith("Lookups 2    Prompt tokens ")
     assert "no_prefix" in shown
     assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon_h1", "gemma3_text"])
+def test_exact_mode_resumes_whole_steps_and_answers_as_a_cold_run(
+    models, ask: Ask, name: str
+) -> None:
+    asked = ("--model", models(name), "--exact", "--prefill-step", "64")
+    made = ask("snapshot", *asked, "--prompt", FIRST)
+    assert made["offset"] == made["resume_points"][-1] == (length(FIRST) - 1) // 64 * 64
+    assert made["new_tokens"] == made["offset"]
+    resumed = ask("restore", *asked, "--prompt", SECOND, "--generate", "12")
+    assert (resumed["resumed_tokens"], resumed["reason"]) == (192, "chunk_aligned")
+    cold = ask("restore", *asked, "--prompt", SECOND, "--generate", "12", "--cold")
+    assert resumed["text"] == cold["text"]
+    other = ask("restore", *asked[:3], "--prompt", SECOND, code=3)
+    assert other["reason"] == "space_changed:plan"
+
+
+def test_exact_mode_stores_nothing_of_a_prompt_below_one_step(models, run: Run) -> None:
+    with pytest.raises(NotStored, match="no whole prefill step"):
+        run("snapshot", "--model", models("llama"), "--exact", "--prompt", FIRST)
