@@ -111,6 +111,7 @@ class Environment:
 
     def sync(self) -> None:
         """Return once every commit so far survives a power loss."""
+        self._open()
         with self._shared.used(write=False), translated(self.folder):
             self._open().sync(True)
 

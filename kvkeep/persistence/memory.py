@@ -21,26 +21,11 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from kvkeep.persistence.tensors import TensorSpec
+from kvkeep.persistence.tensors import SAFETENSORS_DTYPES, TensorSpec
 
 if TYPE_CHECKING:
     Host = np.ndarray[Any, np.dtype[Any]]
 
-_SAFETENSORS = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "complex64": "C64",
-}
 HUGE_PAGE = 1 << 21
 
 
@@ -67,7 +52,7 @@ class Slab:
         self._specs = {spec.name: spec for spec in specs}
         if len(self._specs) != len(specs):
             raise ValueError("Two tensors of a slab have the same name")
-        loadable = [spec for spec in specs if spec.dtype in _SAFETENSORS and spec.nbytes]
+        loadable = [spec for spec in specs if spec.dtype in SAFETENSORS_DTYPES and spec.nbytes]
         self._arrays = _untouched(loadable) if loadable and fills_in_place() else {}
         self.views: dict[str, Host] = {}
         for spec in specs:
@@ -153,7 +138,7 @@ def _untouched(specs: Sequence[TensorSpec]) -> dict[str, mx.array]:
     at = 0
     for i, spec in enumerate(specs):
         table[str(i)] = {
-            "dtype": _SAFETENSORS[spec.dtype],
+            "dtype": SAFETENSORS_DTYPES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [at, at + spec.nbytes],
         }

@@ -34,6 +34,23 @@ HOST_DTYPES = {
 }
 """The numpy type of each MLX dtype name. numpy has no bfloat16: its bits travel as uint16."""
 
+SAFETENSORS_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "complex64": "C64",
+}
+"""What safetensors calls them. Without float64, which MLX does not load as such."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:
