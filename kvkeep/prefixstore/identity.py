@@ -58,6 +58,11 @@ class Identity:
         """The digest of the tenant's salt, empty without one."""
         return dict(self.fields).get("salt", "")
 
+    def part(self, name: str, layout: Iterable[str]) -> Identity:
+        """The identity of a companion that is stored beside this one, such as a draft model."""
+        fields = dict(self.fields) | {"part": name, "layout": ",".join(layout)}
+        return Identity(tuple(sorted(fields.items())), f"{self.label} ({name})")
+
     def differences(self, other: Identity) -> tuple[str, ...]:
         """The names of the fields that are not equal."""
         mine, theirs = dict(self.fields), dict(other.fields)

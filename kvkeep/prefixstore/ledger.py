@@ -85,13 +85,17 @@ class Ledger:
         return before - self.used
 
     def touch(self, nodes: Iterable[Node], when: int | None = None) -> None:
-        """Mark nodes as used at ``when`` (nanoseconds since the epoch, default now)."""
+        """Mark nodes as used at ``when`` (nanoseconds since the epoch, default now).
+
+        Never moves a use back, so that no node is older than what hangs below it.
+        """
         now = time.time_ns() if when is None else when
         for node in nodes:
+            latest = max(now, self.last_use(node))
             self._forget(node.id)
-            use = layout.use_record(now, node.start, node.key)
+            use = layout.use_record(latest, node.start, node.key)
             self.txn.put("uses", layout.u64(node.id), use)
-            self.txn.put("lru", layout.lru_key(now, node.start, node.id), node.key)
+            self.txn.put("lru", layout.lru_key(latest, node.start, node.id), node.key)
 
     def last_use(self, node: Node) -> int:
         """When the node was last used, in nanoseconds since the epoch; 0 if never."""

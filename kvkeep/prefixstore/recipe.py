@@ -182,6 +182,20 @@ def read_caches(caches: Sequence[Any], tokens: int) -> Live:
     return Live(Recipe(layers, tree), tuple((c, cache, d) for _, c, cache, d in leaves), offset)
 
 
+def refuse_stale(caches: Sequence[Any], tokens: int) -> None:
+    """Refuse target caches that stopped before the last of ``tokens``.
+
+    With a draft model and quantization mlx-lm converts copies and leaves the old objects in
+    the caller's list; they stand where they were converted. Raises ``OffsetMismatch``.
+    """
+    offset = read_caches(caches, tokens).offset
+    if offset < tokens - 1:
+        raise OffsetMismatch(
+            f"The target's caches stand at {offset:,} of {tokens:,} tokens",
+            remedy="Quantization replaced them during generation; hand in the list it left.",
+        )
+
+
 def assemble(recipe: Recipe, leaves: Sequence[Any]) -> list[Any]:
     """The cache list of ``recipe`` from its leaves, in order."""
     by_path = {layer.path: leaf for layer, leaf in zip(recipe.layers, leaves, strict=True)}

@@ -5,29 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.errors import Damaged, KvkeepError, OffsetMismatch, Refused, StoreClosed
-from kvkeep.persistence.environment import Transaction
+from kvkeep.errors import KvkeepError, OffsetMismatch, Refused, StoreClosed
 from kvkeep.prefixstore.events import Event
 from kvkeep.prefixstore.identity import Identity
-from kvkeep.prefixstore.nearby import changed_field
-from kvkeep.prefixstore.policy import Choice, Decision, Reason, decide
-from kvkeep.prefixstore.prepare import Prepared, prepare
+from kvkeep.prefixstore.lookup import Found, Lookup
+from kvkeep.prefixstore.policy import Decision, Reason
+from kvkeep.prefixstore.prepare import prepare
 from kvkeep.prefixstore.receipt import Receipt
-from kvkeep.prefixstore.recipe import kind_tree
-from kvkeep.prefixstore.restore import BrokenChunk, Rebuilt, rebuild
+from kvkeep.prefixstore.recipe import kind_tree, refuse_stale
 from kvkeep.prefixstore.tokens import Tokens, as_tokens, common_prefix
-from kvkeep.prefixstore.trie import Facts, Path, facts_of, walk
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.store import Store
 
 log = logging.getLogger("kvkeep")
-
-ATTEMPTS = 32
-"""Damaged records that one lookup steps over before it answers with a miss."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +31,38 @@ class Hit:
 
     ``caches`` cover ``tokens[:offset]`` and are the caller's own; ``None`` on a miss. ``rest``
     are the tokens that the model still has to read: never empty for a prompt that is not.
+
+    With a draft model, ``draft`` are its caches and ``draft_offset`` the tokens that they
+    cover: it may lag, and then still has to read ``tokens[draft_offset:offset]``. Where no
+    draft cache is stored, ``draft`` is ``None`` and its caches are made anew.
     """
 
     caches: list[Any] | None
     offset: int
     rest: list[int]
     decision: Decision
+    draft: list[Any] | None = None
+    draft_offset: int = 0
 
 
 class Space:
     """Snapshots and resumes under one identity. Made by ``Store.space``; thread-safe."""
 
     def __init__(
-        self, store: Store, identity: Identity, layout: tuple[str, ...], step: int = 1
+        self,
+        store: Store,
+        identity: Identity,
+        layout: tuple[str, ...],
+        step: int = 1,
+        draft: Space | None = None,
     ) -> None:
         self.identity = identity
         self.id = identity.id
+        self.draft = draft
         self._store = store
         self._layout = layout
         self._step = step
+        self._lookup = Lookup(store.env, identity, step, store.quarantined, store.put_aside)
 
     def snapshot(
         self,
@@ -70,6 +78,10 @@ class Space:
         tokens are cut, where that is exact. The caches are neither changed nor kept.
         ``origin`` says what ends here: ``prompt``, ``output``, ``boundary`` or ``interval``.
 
+        With a draft model, its caches may follow the target's in the same list, as mlx-lm
+        keeps them. They have an offset of their own, and are left out where they cannot be
+        stored exactly; the receipt is the target's.
+
         In chunk-aligned mode only whole prefill steps are stored. ``prefilled`` says how many
         leading tokens a prefill computed; without it all of them, and none of an ``output``.
 
@@ -77,32 +89,14 @@ class Space:
         raises nothing: the receipt says that it was not stored, and why.
         """
         ids = as_tokens(tokens)
-        self._check_layout(caches)
-        if self._step > 1:
-            computed = (0 if origin == "output" else len(ids)) if prefilled is None else prefilled
-            ids = ids[: min(len(ids), computed) // self._step * self._step]
-            if not len(ids):
-                return Receipt().settle(False, 0, "no whole prefill step to store")
+        if self.draft is not None and len(caches) > len(self._layout):
+            caches, drafted = caches[: len(self._layout)], caches[len(self._layout) :]
+            refuse_stale(caches, len(ids))
+            with suppress(Refused):
+                self.draft._take(ids, drafted, origin, prefilled)
         started = time.perf_counter()
-        try:
-            queued = self._store.writer.queued(self.id)
-            with self._store.env.begin() as txn:
-                prepared = prepare(
-                    txn, self.id, ids, caches, origin, queued, self._store.quarantined()
-                )
-            self._store.register(self.identity)
-            receipt = self._store.writer.submit(prepared)
-        except OffsetMismatch as error:
-            if self._step == 1:
-                raise
-            return Receipt().settle(False, 0, error.problem)
-        except (Refused, StoreClosed):
-            raise
-        except (KvkeepError, OSError, MemoryError) as error:
-            log.warning("kvkeep: not stored: %s", error)
-            problem = error.problem if isinstance(error, KvkeepError) else str(error)
-            return Receipt().settle(False, 0, problem)
-        self._store.writer.call(lambda: self._note(prepared, receipt, started))
+        receipt = self._take(ids, caches, origin, prefilled)
+        self._store.writer.call(lambda: self._note(len(ids), receipt, started))
         return receipt
 
     def resume(self, tokens: Any, minimum: int = 1) -> Hit:
@@ -113,89 +107,66 @@ class Space:
         """
         ids = as_tokens(tokens)
         started = time.perf_counter()
-        used: tuple[bytes, ...] = ()
-        rebuilt: Rebuilt | None = None
-        try:
-            self._await_queued(ids)
-            choice, path, rebuilt = self._resume(ids, minimum)
-            decision = choice.decision
-            used = tuple(node.key for node in path.nodes)
-        except StoreClosed:
-            raise
-        except (KvkeepError, OSError, MemoryError) as error:
-            log.warning("kvkeep: a lookup failed and counts as a miss: %s", error)
-            decision = Decision(0, 0, len(ids), Reason.STORE_FAILED)
-        event = self._event("lookup", decision.why, started, rebuilt.bytes_read if rebuilt else 0)
-        kinds = ",".join(sorted({limit.kind for limit in decision.limits}))
-        self._store.events.add(
-            replace(
-                event,
-                prompt=len(ids),
-                matched=decision.matched,
-                resumed=decision.offset,
-                kinds=kinds,
-            ),
-            used,
+        found = self._find(ids, minimum)
+        self._count(found, len(ids), started)
+        offset, rest = found.decision.offset, ids[found.decision.offset :].tolist()
+        if found.rebuilt is None:
+            return Hit(None, offset, rest, found.decision)
+        drafted = Found(found.decision)
+        if self.draft is not None:
+            drafted = self.draft._find(ids[: offset + 1], 1)
+        return Hit(
+            found.rebuilt.caches,
+            offset,
+            rest,
+            found.decision,
+            drafted.rebuilt.caches if drafted.rebuilt is not None else None,
+            drafted.decision.offset if drafted.rebuilt is not None else 0,
         )
-        caches = rebuilt.caches if rebuilt is not None else None
-        return Hit(caches, decision.offset, ids[decision.offset :].tolist(), decision)
 
     def explain(self, tokens: Any, minimum: int = 1) -> Decision:
         """What ``resume`` would decide, without restoring or counting anything."""
         ids = as_tokens(tokens)
         self._await_queued(ids)
-        with self._store.env.begin() as txn:
-            choice, path, _ = self._decide(txn, ids, minimum)
-            return self._named(txn, ids, choice.decision, path)
+        return self._lookup.explain(ids, minimum)
 
-    def _resume(self, ids: Tokens, minimum: int) -> tuple[Choice, Path, Rebuilt | None]:
-        newer = damaged = False
-        for _ in range(ATTEMPTS):
+    def _take(
+        self, ids: Tokens, caches: Sequence[Any], origin: str, prefilled: int | None
+    ) -> Receipt:
+        self._check_layout(caches)
+        if self._step > 1:
+            computed = (0 if origin == "output" else len(ids)) if prefilled is None else prefilled
+            ids = ids[: min(len(ids), computed) // self._step * self._step]
+            if not len(ids):
+                return Receipt().settle(False, 0, "no whole prefill step to store")
+        try:
+            queued = self._store.writer.queued(self.id)
             with self._store.env.begin() as txn:
-                choice, path, facts = self._decide(txn, ids, minimum)
-                offset, chosen = choice.decision.offset, choice.candidate
-                if chosen is None:
-                    decision = self._named(txn, ids, choice.decision, path)
-                    return (
-                        self._scarred(replace(choice, decision=decision), newer, damaged),
-                        path,
-                        None,
-                    )
-                held = facts.held[chosen]
-                point = None
-                if choice.point is not None:
-                    point = next(p for p in held.points if p.offset == offset)
-                try:
-                    rebuilt = rebuild(txn, self.id, held, point, offset)
-                    return self._scarred(choice, newer, damaged), path, rebuilt
-                except BrokenChunk as broken:
-                    newer, damaged = newer or broken.newer, damaged or not broken.newer
-                    self._store.put_aside(broken.chunk, str(broken), newer=broken.newer)
-        raise Damaged("So many records of this prompt are damaged that it is not served")
+                prepared = prepare(
+                    txn, self.id, ids, caches, origin, queued, self._store.quarantined()
+                )
+            self._store.register(self.identity)
+            return self._store.writer.submit(prepared)
+        except OffsetMismatch as error:
+            if self._step == 1:
+                raise
+            return Receipt().settle(False, 0, error.problem)
+        except (Refused, StoreClosed):
+            raise
+        except (KvkeepError, OSError, MemoryError) as error:
+            log.warning("kvkeep: not stored: %s", error)
+            problem = error.problem if isinstance(error, KvkeepError) else str(error)
+            return Receipt().settle(False, 0, problem)
 
-    def _decide(self, txn: Transaction, ids: Tokens, minimum: int) -> tuple[Choice, Path, Facts]:
-        path = walk(txn, self.id, ids)
-        facts = facts_of(txn, path, self._store.quarantined())
-        choice = decide(len(ids), path.matched, facts.candidates, minimum, self._step)
-        if path.broken is not None:
-            reason = Reason.NEWER_FORMAT if path.newer else Reason.CORRUPT
-            choice = replace(choice, decision=replace(choice.decision, reason=reason))
-        return choice, path, facts
-
-    def _scarred(self, choice: Choice, newer: bool, damaged: bool) -> Choice:
-        """The choice, with damage as its reason where damage is what limited it."""
-        decision = choice.decision
-        if not (newer or damaged) or decision.reason in (Reason.FULL, Reason.LAST_TOKEN):
-            return choice
-        reason = Reason.CORRUPT if damaged else Reason.NEWER_FORMAT
-        return replace(choice, decision=replace(decision, reason=reason))
-
-    def _named(self, txn: Transaction, ids: Tokens, decision: Decision, path: Path) -> Decision:
-        """A miss that another space explains, with the field that differs."""
-        if path.nodes or decision.reason is not Reason.NO_PREFIX or len(ids) < 2:
-            return decision
-        field = changed_field(txn, self.identity, ids)
-        return replace(decision, reason=Reason.SPACE_CHANGED, detail=field) if field else decision
+    def _find(self, ids: Tokens, minimum: int) -> Found:
+        try:
+            self._await_queued(ids)
+            return self._lookup.find(ids, minimum)
+        except StoreClosed:
+            raise
+        except (KvkeepError, OSError, MemoryError) as error:
+            log.warning("kvkeep: a lookup failed and counts as a miss: %s", error)
+            return Found(Decision(0, 0, len(ids), Reason.STORE_FAILED))
 
     def _await_queued(self, ids: Tokens) -> None:
         """What was accepted is readable at once: wait where a queued snapshot shares a token."""
@@ -214,17 +185,35 @@ class Space:
                 remedy="Open a space whose layout is that of the model's own caches.",
             )
 
-    def _note(self, prepared: Prepared, receipt: Receipt, started: float) -> None:
-        event = self._event("snapshot", receipt.reason, started, receipt.bytes_written)
+    def _note(self, tokens: int, receipt: Receipt, started: float) -> None:
         self._store.events.add(
-            replace(
-                event,
-                prompt=len(prepared.snapshot.tokens),
+            Event(
+                "snapshot",
+                time.time(),
+                self.id,
+                receipt.reason,
+                prompt=tokens,
                 new=receipt.tokens_new if receipt.stored else 0,
                 known=receipt.tokens_known,
+                nbytes=receipt.bytes_written,
+                seconds=time.perf_counter() - started,
             )
         )
 
-    def _event(self, what: str, reason: str, started: float, nbytes: int) -> Event:
-        seconds = time.perf_counter() - started
-        return Event(what, time.time(), self.id, reason, nbytes=nbytes, seconds=seconds)
+    def _count(self, found: Found, tokens: int, started: float) -> None:
+        decision = found.decision
+        self._store.events.add(
+            Event(
+                "lookup",
+                time.time(),
+                self.id,
+                decision.why,
+                prompt=tokens,
+                matched=decision.matched,
+                resumed=decision.offset,
+                nbytes=found.rebuilt.bytes_read if found.rebuilt is not None else 0,
+                seconds=time.perf_counter() - started,
+                kinds=",".join(sorted({limit.kind for limit in decision.limits})),
+            ),
+            found.used,
+        )

@@ -22,6 +22,7 @@ from kvkeep.prefixstore.evict import Evicted, evict
 from kvkeep.prefixstore.ledger import Ledger, counter, quarantine
 from kvkeep.prefixstore.recipe import kind_tree
 from kvkeep.prefixstore.report import Report, count
+from kvkeep.prefixstore.restore import BrokenChunk
 from kvkeep.prefixstore.sizes import parse_size
 from kvkeep.prefixstore.space import Space
 from kvkeep.prefixstore.tokens import as_tokens
@@ -111,6 +112,7 @@ class Store:
         salt: str | None = None,
         identity: Mapping[str, Any] | None = None,
         layout: Sequence[Any] | None = None,
+        draft_layout: Sequence[Any] | None = None,
         exact: bool = False,
         prefill_step: int = 2048,
     ) -> Space:
@@ -123,6 +125,9 @@ class Store:
 
         Without an mlx-lm model, ``identity`` names what must be equal, in any JSON form, and
         ``layout`` is a cache list, empty or not, of the kinds that will be stored.
+
+        ``draft_layout`` is the draft model's cache list, empty or not: with it the draft's
+        caches are stored and resumed beside the target's (see ``Hit``).
 
         ``exact=True`` is chunk-aligned mode: a resumed run answers what a cold one answers,
         bit for bit. It stores only whole chunks of ``prefill_step`` tokens and resumes only
@@ -157,7 +162,11 @@ class Store:
                 plan=plan,
                 remember=self._remember,
             )
-        return Space(self, found, kinds, step)
+        draft = None
+        if draft_layout is not None:
+            drafted = kind_tree(draft_layout)
+            draft = Space(self, found.part("draft", drafted), drafted, step)
+        return Space(self, found, kinds, step, draft)
 
     def report(self, since: float = 0.0) -> Report:
         """Totals of the lookups and snapshots from ``since`` (seconds since the epoch) on."""
@@ -250,13 +259,13 @@ class Store:
             stored = frozenset(layout.from_u64(key) for key in txn.keys("quarantine"))
         return stored | self._aside
 
-    def put_aside(self, chunk: int, reason: str, *, newer: bool) -> None:
+    def put_aside(self, broken: BrokenChunk) -> None:
         """Stop using a frame; damage is noted in the store, and nothing is deleted."""
-        self._aside |= {chunk}
-        if newer or self.read_only:
+        self._aside |= {broken.chunk}
+        if broken.newer or self.read_only:
             return
-        log.warning("kvkeep: chunk %d is damaged and put aside: %s", chunk, reason)
-        self.writer.call(lambda: self._quarantine(chunk, reason))
+        log.warning("kvkeep: chunk %d is damaged and put aside: %s", broken.chunk, broken)
+        self.writer.call(lambda: self._quarantine(broken.chunk, str(broken)))
 
     def register(self, found: identity.Identity) -> None:
         """Write down a space that something is stored in."""

@@ -1,0 +1,93 @@
+"""One lookup: walk, decide, rebuild, and step over what turns out to be damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvkeep.errors import Damaged
+from kvkeep.persistence.environment import Environment, Transaction
+from kvkeep.prefixstore.identity import Identity
+from kvkeep.prefixstore.nearby import changed_field
+from kvkeep.prefixstore.policy import Choice, Decision, Reason, decide
+from kvkeep.prefixstore.restore import BrokenChunk, Rebuilt, rebuild
+from kvkeep.prefixstore.tokens import Tokens
+from kvkeep.prefixstore.trie import Facts, Path, facts_of, walk
+
+ATTEMPTS = 32
+"""Damaged records that one lookup steps over before it gives up."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a lookup decided, the keys of the nodes that it used, and what it rebuilt."""
+
+    decision: Decision
+    used: tuple[bytes, ...] = ()
+    rebuilt: Rebuilt | None = None
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Where and how to look: a space of an environment, and its prefill step.
+
+    ``put_aside`` is told of every frame that cannot be used; ``quarantined`` lists those
+    that were.
+    """
+
+    env: Environment
+    identity: Identity
+    step: int
+    quarantined: Callable[[], frozenset[int]]
+    put_aside: Callable[[BrokenChunk], None]
+
+    def explain(self, tokens: Tokens, minimum: int) -> Decision:
+        """The decision alone."""
+        with self.env.begin() as txn:
+            choice, path, _ = self._decide(txn, tokens, minimum)
+            return self._named(txn, tokens, choice.decision, path)
+
+    def find(self, tokens: Tokens, minimum: int) -> Found:
+        """The decision, carried out. Raises ``StoreUnusable`` or ``Damaged``."""
+        scar: Reason | None = None
+        for _ in range(ATTEMPTS):
+            with self.env.begin() as txn:
+                choice, path, facts = self._decide(txn, tokens, minimum)
+                decision = _scarred(choice.decision, scar)
+                used = tuple(node.key for node in path.nodes)
+                if choice.candidate is None:
+                    return Found(self._named(txn, tokens, decision, path), used)
+                held = facts.held[choice.candidate]
+                point = None
+                if choice.point is not None:
+                    point = next(p for p in held.points if p.offset == decision.offset)
+                try:
+                    rebuilt = rebuild(txn, self.identity.id, held, point, decision.offset)
+                    return Found(decision, used, rebuilt)
+                except BrokenChunk as broken:
+                    self.put_aside(broken)
+                    scar = Reason.NEWER_FORMAT if broken.newer else Reason.CORRUPT
+        raise Damaged("So many records of this prompt are damaged that it is not served")
+
+    def _decide(self, txn: Transaction, tokens: Tokens, minimum: int) -> tuple[Choice, Path, Facts]:
+        path = walk(txn, self.identity.id, tokens)
+        facts = facts_of(txn, path, self.quarantined())
+        choice = decide(len(tokens), path.matched, facts.candidates, minimum, self.step)
+        if path.broken is not None:
+            reason = Reason.NEWER_FORMAT if path.newer else Reason.CORRUPT
+            choice = replace(choice, decision=_scarred(choice.decision, reason))
+        return choice, path, facts
+
+    def _named(self, txn: Transaction, tokens: Tokens, decision: Decision, path: Path) -> Decision:
+        """A miss that another space explains, with the field that differs."""
+        if path.nodes or decision.reason is not Reason.NO_PREFIX or len(tokens) < 2:
+            return decision
+        field = changed_field(txn, self.identity, tokens)
+        return replace(decision, reason=Reason.SPACE_CHANGED, detail=field) if field else decision
+
+
+def _scarred(decision: Decision, scar: Reason | None) -> Decision:
+    """The decision, with damage as its reason where damage may be what limited it."""
+    if scar is None or decision.reason is Reason.LAST_TOKEN:
+        return decision
+    return replace(decision, reason=scar)
