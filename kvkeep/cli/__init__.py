@@ -24,6 +24,8 @@ COMMANDS = {
     "report": "report",
     "verify": "verify",
     "evict": "evict",
+    "import": "import_",
+    "export": "export",
     "doctor": "doctor",
 }
 """Commands in the order of the help, and the module of this package that holds each."""

@@ -157,16 +157,22 @@ def prompt(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Passes ``source: kvkeep.cli.prompts.Source``.
     """
+    return _prompt(function, "Name one prompt: --prompt, --prompt-file, --chat or --tokens-file.")
 
+
+def optional_prompt(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but there may be none. Passes ``source: Source | None``."""
+    return _prompt(function, None)
+
+
+def _prompt(function: Callable[..., Any], without: str | None) -> Callable[..., Any]:
     @wraps(function)
     def collected(*args: Any, **values: Any) -> Any:
         named = {field.name: values.pop(field.name) for field in fields(Source)}
         sources = [value for key, value in named.items() if key != "raw" and value is not None]
-        if len(sources) != 1:
-            raise click.UsageError(
-                "Name one prompt: --prompt, --prompt-file, --chat or --tokens-file."
-            )
-        return function(*args, source=Source(**named), **values)
+        if len(sources) > 1 or (without and not sources):
+            raise click.UsageError(without or "Name one prompt, not several.")
+        return function(*args, source=Source(**named) if sources else None, **values)
 
     file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
     return _with(

@@ -27,19 +27,22 @@ class Source:
     tokens_file: Path | None = None
     raw: bool = False
 
-    def tokens(self, tokenizer: Any) -> list[int]:
+    def tokens(self, tokenizer: Any, *, continued: bool = False) -> list[int]:
         """The token ids, as ``tokenizer`` writes them.
 
         Text becomes one user message where the tokenizer has a chat template, unless
-        ``raw``. Raises ``PromptUnreadable`` or ``BadTokens``.
+        ``raw``. The model's turn follows; with ``continued`` the last message stays open
+        instead, as ``mlx_lm.cache_prompt`` leaves it. Raises ``PromptUnreadable`` or
+        ``BadTokens``.
         """
         if self.tokens_file is not None:
             return parse_ids(_read(self.tokens_file), str(self.tokens_file))
         if self.chat is not None:
-            return _templated(tokenizer, parse_chat(_read(self.chat), str(self.chat)))
+            messages = parse_chat(_read(self.chat), str(self.chat))
+            return _templated(tokenizer, messages, continued)
         text = self.prompt if self.prompt is not None else _read(self.prompt_file or Path("-"))
         if not self.raw and tokenizer.has_chat_template:
-            return _templated(tokenizer, [{"role": "user", "content": text}])
+            return _templated(tokenizer, [{"role": "user", "content": text}], continued)
         return _filled(list(tokenizer.encode(text)))
 
 
@@ -74,8 +77,11 @@ def parse_chat(text: str, name: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _templated(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+def _templated(tokenizer: Any, messages: list[dict[str, Any]], continued: bool) -> list[int]:
+    ending = {"add_generation_prompt": not continued}
+    if continued:
+        ending["continue_final_message"] = True
+    ids = tokenizer.apply_chat_template(messages, **ending)
     return _filled(list(ids))
 
 

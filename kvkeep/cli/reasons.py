@@ -45,6 +45,7 @@ def in_words(decision: Decision) -> list[str]:
 
 _SENTENCES = {
     "chunk_aligned": "in exact mode a resume lies at a multiple of the prefill step",
+    "inside_media": "a resume never lies inside the placeholders of one image",
     "no_prefix": "the store holds no prompt that begins like this one",
     "space_changed": "the store holds this prompt for a model that differs in {detail}",
     "below_minimum": "what is stored is too short to be worth a restore",

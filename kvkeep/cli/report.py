@@ -135,6 +135,7 @@ MEANING = {
     "full": "the prompts part there; all that was shared was resumed",
     "last_token": "the model must read at least one token",
     "chunk_aligned": "exact mode resumes at multiples of the prefill step",
+    "inside_media": "never inside the placeholders of one image",
     "no_prefix": "nothing stored begins like it",
     "no_state_at_offset": "layers that resume only at a resume point",
     "rows_missing": "rows were evicted, or never stored",

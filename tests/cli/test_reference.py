@@ -76,6 +76,9 @@ def test_json_has_exactly_the_documented_keys(
     }
     conversation = seen["ls"]["conversations"][0]["id"]
     seen["inspect"] = ask("inspect", conversation, "--tokens")
+    file = str(tmp_path / "out.safetensors")
+    seen["export"] = ask("export", conversation, file)
+    seen["import"] = ask("import", file, *model)
     damage(store)
     seen["verify"] = ask("verify", code=4)
     store.chmod(0o755)
