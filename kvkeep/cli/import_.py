@@ -41,8 +41,8 @@ def command(
 
     \b
     Example:
-      mlx_lm.cache_prompt --model MODEL --prompt - --prompt-cache-file c.safetensors \\
-        < context.md
+      mlx_lm.cache_prompt --model MODEL --prompt "$(cat context.md)" \\
+        --prompt-cache-file c.safetensors
       kvkeep import c.safetensors --model MODEL --prompt-file context.md
     """
     from kvkeep.hooks import prompt_file
