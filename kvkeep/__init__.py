@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from kvkeep.prefixstore.space import Hit as Hit
     from kvkeep.prefixstore.space import Space as Space
     from kvkeep.prefixstore.store import Store as Store
-    from kvkeep.prefixstore.store import open_store as open
+    from kvkeep.prefixstore.store import open_store as open  # noqa: F401
+    from kvkeep.prefixstore.tokens import media_tokens as media_tokens
 
 from kvkeep._version import __version__ as __version__
 
@@ -40,6 +41,7 @@ _HOMES = {
     "Report": ("kvkeep.prefixstore.report", "Report"),
     "Space": ("kvkeep.prefixstore.space", "Space"),
     "Store": ("kvkeep.prefixstore.store", "Store"),
+    "media_tokens": ("kvkeep.prefixstore.tokens", "media_tokens"),
     "open": ("kvkeep.prefixstore.store", "open_store"),
 }
 

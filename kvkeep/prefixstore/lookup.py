@@ -11,7 +11,7 @@ from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.nearby import changed_field
 from kvkeep.prefixstore.policy import Choice, Decision, Reason, decide
 from kvkeep.prefixstore.restore import BrokenChunk, Rebuilt, rebuild
-from kvkeep.prefixstore.tokens import Tokens
+from kvkeep.prefixstore.tokens import Tokens, insides
 from kvkeep.prefixstore.trie import Facts, Path, facts_of, walk
 
 ATTEMPTS = 32
@@ -72,7 +72,8 @@ class Lookup:
     def _decide(self, txn: Transaction, tokens: Tokens, minimum: int) -> tuple[Choice, Path, Facts]:
         path = walk(txn, self.identity.id, tokens)
         facts = facts_of(txn, path, self.quarantined())
-        choice = decide(len(tokens), path.matched, facts.candidates, minimum, self.step)
+        inside = insides(tokens)
+        choice = decide(len(tokens), path.matched, facts.candidates, minimum, self.step, inside)
         if path.broken is not None:
             reason = Reason.NEWER_FORMAT if path.newer else Reason.CORRUPT
             choice = replace(choice, decision=_scarred(choice.decision, reason))

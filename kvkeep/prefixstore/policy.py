@@ -23,6 +23,7 @@ class Reason(StrEnum):
     FULL = "full"
     LAST_TOKEN = "last_token"
     CHUNK_ALIGNED = "chunk_aligned"
+    INSIDE_MEDIA = "inside_media"
     NO_PREFIX = "no_prefix"
     BELOW_FLOOR = "below_floor"
     NO_STATE_AT_OFFSET = "no_state_at_offset"
@@ -132,23 +133,26 @@ def decide(
     candidates: Sequence[Candidate],
     minimum: int = 1,
     step: int = 1,
+    forbidden: Ranges = (),
 ) -> Choice:
     """The largest offset that is really resumable, and why it is not larger.
 
     ``matched`` is the common prefix of the prompt and the stored path. ``minimum`` is the
     smallest offset that is worth a restore; below it the answer is a miss. Offsets are
-    multiples of ``step``, the prefill step of chunk-aligned mode.
+    multiples of ``step``, the prefill step of chunk-aligned mode, and never lie in
+    ``forbidden``, the insides of images.
     """
     top = min(matched, prompt_tokens - 1)
-    limit = top // step * step
+    grid = _Grid(step, forbidden)
+    limit = grid.below(top)
     if limit <= 0:
-        reason = _at_the_limit(matched, top, limit) if matched > 0 else Reason.NO_PREFIX
+        reason = grid.reason(matched, top) if matched > 0 else Reason.NO_PREFIX
         return Choice(Decision(0, matched, prompt_tokens, reason))
 
     best: tuple[int, bool, int, Point | None] = (0, False, -1, None)
     for index, candidate in enumerate(candidates):
-        point = _last_point(candidate, limit)
-        interior = _interior(candidate, limit, step)
+        point = _last_point(candidate, limit, grid)
+        interior = _interior(candidate, limit, grid)
         at_point = point is not None and point.offset >= interior
         offset = point.offset if point is not None and at_point else interior
         if offset and (offset, at_point) > best[:2]:
@@ -156,7 +160,7 @@ def decide(
     offset, _, index, point = best
 
     if offset >= limit:
-        reason = _at_the_limit(matched, top, limit)
+        reason = grid.reason(matched, top)
         limits: tuple[LayerLimit, ...] = ()
     else:
         limits = _limits(candidates, index, limit)
@@ -167,11 +171,28 @@ def decide(
     return Choice(decision, index if offset else None, point)
 
 
-def _at_the_limit(matched: int, top: int, limit: int) -> Reason:
-    """Why a resume that had all it asked for did not go beyond ``limit``."""
-    if limit < top:
-        return Reason.CHUNK_ALIGNED
-    return Reason.LAST_TOKEN if matched > top else Reason.FULL
+@dataclass(frozen=True)
+class _Grid:
+    """The offsets that are allowed at all, whatever is stored."""
+
+    step: int
+    forbidden: Ranges
+
+    def below(self, p: int) -> int:
+        """The largest allowed offset that is not above ``p``."""
+        before = -1
+        while p > 0 and p != before:
+            before, p = p, p // self.step * self.step
+            for start, stop in self.forbidden:
+                if start <= p < stop:
+                    p = start - 1
+        return max(p, 0)
+
+    def reason(self, matched: int, top: int) -> Reason:
+        """Why a resume that had all it asked for did not go beyond ``below(top)``."""
+        if self.below(top) == top:
+            return Reason.LAST_TOKEN if matched > top else Reason.FULL
+        return Reason.CHUNK_ALIGNED if top % self.step else Reason.INSIDE_MEDIA
 
 
 def reachable(reach: Reach, coverage: Ranges, limit: int) -> int:
@@ -189,10 +210,11 @@ def reachable(reach: Reach, coverage: Ranges, limit: int) -> int:
     return 0
 
 
-def _last_point(candidate: Candidate, limit: int) -> Point | None:
+def _last_point(candidate: Candidate, limit: int, grid: _Grid) -> Point | None:
     floor = candidate.floor
     for point in reversed(candidate.points):
-        if floor <= point.offset <= limit and point.usable and _whole(candidate, point):
+        fits = floor <= point.offset <= limit and grid.below(point.offset) == point.offset
+        if fits and point.usable and _whole(candidate, point):
             return point
     return None
 
@@ -201,14 +223,14 @@ def _whole(candidate: Candidate, point: Point) -> bool:
     return all(covers(candidate.coverage[family], needs) for family, needs in point.needs)
 
 
-def _interior(candidate: Candidate, limit: int, step: int) -> int:
+def _interior(candidate: Candidate, limit: int, grid: _Grid) -> int:
     if candidate.stateful:
         return 0
     p, before = limit, -1
     while p and p != before:
         before = p
         for group in candidate.groups:
-            p = reachable(group.reach, _coverage(candidate, group), p) // step * step
+            p = grid.below(reachable(group.reach, _coverage(candidate, group), p))
     return p if p >= candidate.floor else 0
 
 

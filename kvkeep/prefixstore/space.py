@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import KvkeepError, OffsetMismatch, Refused, StoreClosed
+from kvkeep.prefixstore.batch import take_row
 from kvkeep.prefixstore.events import Event
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.lookup import Found, Lookup
@@ -70,6 +71,7 @@ class Space:
         caches: Sequence[Any],
         origin: str = "prompt",
         prefilled: int | None = None,
+        row: int | None = None,
     ) -> Receipt:
         """Store ``caches``, which cover ``tokens``.
 
@@ -77,6 +79,9 @@ class Space:
         ``Receipt``). Tokens beyond the caches' offset are left out, and caches beyond the
         tokens are cut, where that is exact. The caches are neither changed nor kept.
         ``origin`` says what ends here: ``prompt``, ``output``, ``boundary`` or ``interval``.
+
+        ``row`` takes one request out of a batch layout first, without padding; ``tokens`` are
+        then that request's own.
 
         With a draft model, its caches may follow the target's in the same list, as mlx-lm
         keeps them. They have an offset of their own, and are left out where they cannot be
@@ -89,6 +94,8 @@ class Space:
         raises nothing: the receipt says that it was not stored, and why.
         """
         ids = as_tokens(tokens)
+        if row is not None:
+            caches = take_row(caches, row)
         if self.draft is not None and len(caches) > len(self._layout):
             caches, drafted = caches[: len(self._layout)], caches[len(self._layout) :]
             refuse_stale(caches, len(ids))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -38,3 +40,36 @@ def common_prefix(left: Tokens, right: NDArray[Any]) -> int:
         return 0
     equal = left[:length] == right[:length]
     return length if equal.all() else int(equal.argmin())
+
+
+def insides(tokens: Tokens) -> tuple[tuple[int, int], ...]:
+    """The offsets within runs of one negative id, as sorted half-open ranges.
+
+    Such a run is an image: its positions were computed together, so none of them can be
+    resumed at. Its two ends are not inside.
+    """
+    if not len(tokens) or int(tokens.min()) >= 0:
+        return ()
+    inside = np.flatnonzero((tokens[1:] == tokens[:-1]) & (tokens[1:] < 0)) + 1
+    if not len(inside):
+        return ()
+    runs = np.split(inside, np.flatnonzero(np.diff(inside) > 1) + 1)
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
+
+
+def media_tokens(tokens: Any, media: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    """``tokens`` as a key for prompts with images: what the model shows as placeholders.
+
+    Each of ``media`` is ``(start, stop, content)``: the positions that an image, or a sound,
+    takes, and its bytes or a digest of them. The placeholder ids there are replaced by one
+    negative id made from content and position, so two images never pass for the same prompt,
+    and no resume point lies inside one. Raises ``BadTokens`` where a range does not fit.
+    """
+    ids = as_tokens(tokens).copy()
+    for start, stop, content in media:
+        if not 0 <= start < stop <= len(ids):
+            raise BadTokens(f"Media at [{start}, {stop}) in a prompt of {len(ids)} tokens")
+        seed = hashlib.blake2b(start.to_bytes(8, "big") + content, digest_size=8).digest()
+        ids[start:stop] = -1 - (int.from_bytes(seed, "big") >> 2)
+    keyed: list[int] = ids.tolist()
+    return keyed

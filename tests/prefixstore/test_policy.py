@@ -20,9 +20,11 @@ def positions(ranges):
     return {i for start, stop in ranges for i in range(start, stop)}
 
 
-def oracle(prompt, matched, candidates, step):
+def oracle(prompt, matched, candidates, step, forbidden):
     """Try every offset, from the top, against every position that each layer reads."""
     for p in range(min(matched, prompt - 1) // step * step, 0, -step):
+        if p in positions(forbidden):
+            continue
         for candidate in candidates:
             if p < max((g.floor for g in candidate.groups), default=0):
                 continue
@@ -73,16 +75,24 @@ def recipes(draw):
 
 
 @settings(max_examples=600, deadline=None)
-@given(st.integers(1, 50), st.data(), st.lists(recipes(), max_size=3), st.sampled_from([1, 1, 4]))
-def test_the_policy_answers_what_trying_every_offset_answers(prompt, data, candidates, step):
+@given(
+    st.integers(1, 50),
+    st.data(),
+    st.lists(recipes(), max_size=3),
+    st.sampled_from([1, 1, 4]),
+    ranges,
+)
+def test_the_policy_answers_what_trying_every_offset_answers(
+    prompt, data, candidates, step, forbidden
+):
     matched = data.draw(st.integers(0, prompt))
     if step > 1:  # points are stored only between whole steps
         candidates = [
             replace(c, points=tuple(p for p in c.points if p.offset % step == 0))
             for c in candidates
         ]
-    choice = decide(prompt, matched, candidates, step=step)
-    assert choice.decision.offset == oracle(prompt, matched, candidates, step)
+    choice = decide(prompt, matched, candidates, 1, step, forbidden)
+    assert choice.decision.offset == oracle(prompt, matched, candidates, step, forbidden)
     assert choice.decision.offset <= max(0, min(matched, prompt - 1))
     assert (choice.candidate is None) == (choice.decision.offset == 0)
     if choice.point is not None:
