@@ -41,8 +41,8 @@ def command(
 
     \b
     Example:
-      mlx_lm.cache_prompt --model MODEL --prompt "$(cat context.md)" \\
-        --prompt-cache-file c.safetensors
+      mlx_lm.cache_prompt --model MODEL --prompt-cache-file c.safetensors \\
+        --prompt - <context.md
       kvkeep import c.safetensors --model MODEL --prompt-file context.md
     """
     from kvkeep.hooks import prompt_file
