@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ def translated(folder: Path) -> Iterator[None]:
 
 def translate(error: lmdb.Error | OSError, folder: Path) -> KvkeepError:
     """Our error for ``error``, which came up while the store in ``folder`` was in use."""
-    number = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
+    number = _number(error)
     name = type(error).__name__
     if isinstance(error, lmdb.MapFullError):
         return StoreFull(f"{folder}: the store has reached the size that it was laid out for")
@@ -73,6 +74,17 @@ def translate(error: lmdb.Error | OSError, folder: Path) -> KvkeepError:
     if "closed/deleted/dropped" in str(error):
         return StoreClosed(f"{folder}: the store or the transaction is closed")
     return StoreUnusable(f"{folder}: {error}", remedy="Try again; the store was not changed.")
+
+
+def _number(error: lmdb.Error | OSError) -> int | None:
+    """The system's error number; py-lmdb before 2 has it only as the text at the end."""
+    if isinstance(error, OSError):
+        return error.errno
+    code = getattr(error, "code", None)
+    if code is not None:
+        return int(code)
+    text = str(error)
+    return next((n for n in errno.errorcode if text.endswith(f": {os.strerror(n)}")), None)
 
 
 def translate_opening(error: lmdb.Error | OSError, folder: Path) -> KvkeepError:
