@@ -332,9 +332,9 @@ def _read_table(table: list[Any], payload: int) -> dict[str, _Part]:
 def _read_part(row: Any) -> _Part:
     match row:
         case [str(name), str(dtype), list(shape), encoding, offset, size]:
-            numbers = (*shape, encoding, offset, size)
-            if any(type(n) is not int or n < 0 for n in numbers):
-                raise CorruptFrame("A frame's header has something else where a number is due")
+            for number in (*shape, encoding, offset, size):
+                if type(number) is not int or number < 0:
+                    raise CorruptFrame("A frame's header has something else where a number is due")
         case _:
             raise CorruptFrame("A frame's header has another form")
     if not 0 < len(name) <= MOST_NAME or len(shape) > MOST_AXES or dtype not in HOST_DTYPES:

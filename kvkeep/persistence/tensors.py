@@ -63,7 +63,7 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in HOST_DTYPES:
             raise ValueError(f"{self.dtype!r} is not an MLX dtype; known: {', '.join(HOST_DTYPES)}")
-        if any(extent < 0 for extent in self.shape):
+        if min(self.shape, default=0) < 0:
             raise ValueError(f"{self.shape} has a negative extent")
 
     @property
