@@ -115,6 +115,7 @@ class Writer:
     def _store(self, prepared: Prepared, receipt: Receipt) -> None:
         try:
             written = self._write(prepared)
+            self._env.sync()
             receipt.settle(True, written, "stored" if written else "already_stored")
         except StoreFull as error:
             receipt.settle(False, 0, error.problem)
