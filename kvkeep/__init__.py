@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.prefixstore.space import Hit as Hit
     from kvkeep.prefixstore.space import Space as Space
     from kvkeep.prefixstore.store import Store as Store
-    from kvkeep.prefixstore.store import open_store as open  # noqa: F401
+    from kvkeep.prefixstore.store import open_store as open
     from kvkeep.prefixstore.tokens import media_tokens as media_tokens
 
 from kvkeep._version import __version__ as __version__
@@ -45,7 +45,20 @@ _HOMES = {
     "open": ("kvkeep.prefixstore.store", "open_store"),
 }
 
-__all__ = sorted([*_HOMES, "__version__"])
+__all__ = [
+    "Decision",
+    "Hit",
+    "KvkeepError",
+    "LayerLimit",
+    "Reason",
+    "Receipt",
+    "Report",
+    "Space",
+    "Store",
+    "__version__",
+    "media_tokens",
+    "open",
+]
 
 
 def __getattr__(name: str) -> Any:

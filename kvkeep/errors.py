@@ -150,4 +150,7 @@ class IdentityUnknown(KvkeepError):
     """What identifies the weights, the tokenizer or an adapter cannot be read."""
 
     exit_code = 5
-    remedy = "Pass model_path=… (a folder or a hub id in the local cache), or identity={…} and layout=…."
+    remedy = (
+        "Pass model_path=… (a folder, or a hub id in the local cache), "
+        "or identity={…} and layout=…."
+    )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
-from kvkeep.cli import options
+from kvkeep.cli import files, options
 from kvkeep.cli.lookup import find_conversation, find_space
 from kvkeep.cli.output import emit
 from kvkeep.cli.reasons import in_words
 from kvkeep.cli.units import count
 from kvkeep.errors import EXIT_MISS
 from kvkeep.prefixstore.sizes import format_size
-
-TOKENS = "kvkeep.tokens"
-"""Key of the file's metadata under which the token ids are kept, as JSON."""
 
 
 @click.command("export")
@@ -46,15 +42,11 @@ def command(
       kvkeep export 1c context.safetensors
       kvkeep export 1c context.safetensors --at 4096
     """
-    from kvkeep.hooks import prompt_file
     from kvkeep.prefixstore.identity import Identity
     from kvkeep.prefixstore.space import Space
     from kvkeep.prefixstore.store import open_store
 
-    if file.suffix != prompt_file.SUFFIX:
-        raise click.UsageError(f"The name of FILE must end with {prompt_file.SUFFIX}.")
-    if file.exists() and not force:
-        raise click.UsageError(f"{file} exists; --force replaces it.")
+    files.check_target(file, force=force)
     with open_store(store, read_only=True) as opened:
         found = find_conversation(opened, conversation)
         info = find_space(opened, found.space)
@@ -62,14 +54,9 @@ def command(
         space = Space(opened, Identity(tuple(sorted(info.fields.items())), info.label), ())
         # One token more than is wanted: a resume always leaves the last one to be read.
         hit = space.resume([*tokens, 0])
+        size = 0
         if hit.caches is not None:
-            metadata = {
-                "model": info.label,
-                "tokenizer_config": "{}",
-                TOKENS: json.dumps(tokens[: hit.offset]),
-            }
-            prompt_file.save(file, hit.caches, metadata)
-    size = file.stat().st_size if hit.caches is not None else 0
+            size = files.write(file, hit.caches, tokens[: hit.offset], info.label)
     data = {
         "conversation": found.id,
         "space": info.id,

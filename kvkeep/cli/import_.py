@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvkeep.cli import options
-from kvkeep.cli.export import TOKENS
+from kvkeep.cli.files import TOKENS
 from kvkeep.cli.models import Choice
 from kvkeep.cli.output import emit
 from kvkeep.cli.prompts import Source

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli import options
+from kvkeep.cli import files, options
 from kvkeep.cli.models import Choice
 from kvkeep.cli.neighbours import other_spaces
 from kvkeep.cli.output import emit, note
@@ -19,6 +19,7 @@ from kvkeep.cli.reasons import as_json as decision_json
 from kvkeep.cli.reasons import in_words
 from kvkeep.cli.units import count, duration
 from kvkeep.errors import EXIT_MISS
+from kvkeep.prefixstore.sizes import format_size
 
 if TYPE_CHECKING:
     from kvkeep.cli.models import Loaded
@@ -51,6 +52,14 @@ class Answer:
 @options.prompt
 @click.option("--generate", type=click.IntRange(min=1), metavar="N", help="Answer with N tokens.")
 @click.option("--cold", is_flag=True, help="Ignore the store, to compare with.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE",
+    help="Write the resumed cache to FILE, for mlx_lm.generate --prompt-cache-file.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE where it exists.")
 @options.common
 @click.pass_context
 def command(
@@ -59,6 +68,8 @@ def command(
     source: Source,
     generate: int | None,
     cold: bool,
+    output: Path | None,
+    force: bool,
     store: Path,
     as_json: bool,
 ) -> None:
@@ -72,11 +83,16 @@ def command(
     Example:
       kvkeep restore --model MODEL --prompt-file question.md --generate 64
       kvkeep restore --model MODEL --prompt-file question.md --json
+      kvkeep restore --model MODEL --prompt-file question.md -o cache.safetensors
     """
     from kvkeep.prefixstore.store import open_store
 
     if cold and not generate:
         raise click.UsageError("--cold compares answers; it needs --generate.")
+    if output is not None and cold:
+        raise click.UsageError("--cold resumes nothing that could be written to a file.")
+    if output is not None:
+        files.check_target(output, force=force)
     with open_store(store) as opened:
         loaded = choice.load()
         tokens = source.tokens(loaded.tokenizer)
@@ -85,16 +101,25 @@ def command(
         hit = _nothing(tokens) if cold else space.resume(tokens)
         restored = time.perf_counter() - started
         missed = hit.offset == 0 and not cold
+        written = None
+        if output is not None and hit.caches is not None:
+            written = files.write(output, hit.caches, tokens[: hit.offset], choice.model)
         answer = Answer()
         if generate:
             _generate(loaded, choice, hit, generate, started, answer)
         lines = _cold(len(tokens)) if cold else _facts(hit.decision, restored, answer)
         if answer.first_token is not None:
             lines.append(f"First token after {duration(answer.first_token)}")
+        if written is not None:
+            lines.append(
+                f"Wrote {count(hit.offset)} tokens to {output}  {format_size(written)}; "
+                f"{count(len(hit.rest))} tokens of the prompt are left to read"
+            )
         if missed:
             lines.append(other_spaces(opened.spaces(), space, hit.decision))
     if as_json or not generate:
-        emit(as_json, _data(space, cold, hit.decision, restored, answer), "\n".join(lines))
+        data = _data(space, cold, hit.decision, restored, answer) | {"bytes_written": written}
+        emit(as_json, data, "\n".join(lines))
     else:
         note("\n".join(lines))
         click.echo(answer.text)

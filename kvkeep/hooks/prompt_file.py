@@ -10,6 +10,7 @@ under ``kvkeep.minimum_resumable_offset``.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import secrets
@@ -142,17 +143,28 @@ def _for_mlx_lm(where: str, cache: Any) -> Any:
         if not inner:
             raise EmptyCache(f"Cache {where} is a list without caches")
         return _classes().CacheList(*inner)
-    if name == "ConcatenateKVCache":
-        if cache.keys is None:
-            raise EmptyCache(f"Cache {where} is empty, which mlx-lm cannot read from a file")
-        cut = _classes().ConcatenateKVCache()
-        cut.keys = cache.keys[..., : cache.offset, :]
-        cut.values = cache.values[..., : cache.offset, :]
-        cut.offset = cache.offset
-        return cut
+    if name == "ConcatenateKVCache" and cache.keys is None:
+        raise EmptyCache(f"Cache {where} is empty, which mlx-lm cannot read from a file")
+    if name in _CUT and cache.keys is not None:
+        return _without_room(cache)
     if name == "ArraysCache" and not cache.cache:
         raise MalformedCache(f"Cache {where} is an ArraysCache without slots")
     return cache
+
+
+_CUT = ("KVCache", "ConcatenateKVCache", "QuantizedKVCache", "ChunkedKVCache", "RotatingKVCache")
+
+
+def _without_room(cache: Any) -> Any:
+    """A copy without the slots behind the offset, which hold nothing that is anyone's."""
+    slots = cache.offset - getattr(cache, "start_position", 0)
+    cut = copy.copy(cache)
+    if type(cache).__name__ == "QuantizedKVCache":
+        cut.keys = tuple(plane[..., :slots, :] for plane in cache.keys)
+        cut.values = tuple(plane[..., :slots, :] for plane in cache.values)
+    else:
+        cut.keys, cut.values = cache.keys[..., :slots, :], cache.values[..., :slots, :]
+    return cut
 
 
 def _classes() -> Any:

@@ -14,6 +14,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from kvkeep.errors import FileRefused, OffsetMismatch
+from kvkeep.hooks.prefill import prefill
 from tests.cli.conftest import Ask, Run
 from tests.cli.test_store_commands import CONTEXT, FIRST
 from tests.hooks.test_prefill import arrays, bits
@@ -66,6 +67,30 @@ def test_a_file_of_mlx_lm_is_stored_and_comes_back_bit_for_bit(
     model = load(models(name))[0]
     a, b = (model(mx.array([[5, 6, 7]]), cache=caches) for caches in (read, made))
     np.testing.assert_array_equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_restore_writes_a_file_that_mlx_lm_goes_on_from(
+    models: Callable[..., str], ask: Ask, run: Run, tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "resumed.safetensors"
+    asked = ("--model", models(name), "--prompt", FIRST)
+    ask("snapshot", *asked)
+    told = ask("restore", *asked, "-o", str(file))
+    assert told["resumed_tokens"] == told["prompt_tokens"] - 1
+    assert told["bytes_written"] == file.stat().st_size
+    read = load_prompt_cache(str(file))
+    model, tokenizer = load(models(name))[:2]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": FIRST}], add_generation_prompt=True
+    )
+    fresh: list[Any] = make_prompt_cache(model)
+    prefill(model, prompt[:-1], fresh)
+    a, b = (model(mx.array([prompt[-1:]]), cache=caches) for caches in (read, fresh))
+    np.testing.assert_array_equal(bits(a), bits(b))
+    assert "exists; --force" in run("restore", *asked, "-o", str(file), code=2).stderr
+    assert ask("restore", *asked, "-o", str(file), "--force")["bytes_written"] > 0
+    assert "--cold" in run("restore", *asked, "--cold", "--generate", "1", "-o", "x", code=2).stderr
 
 
 def test_an_export_needs_no_prompt_to_be_imported(
