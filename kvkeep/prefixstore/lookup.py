@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvkeep.errors import Damaged
@@ -10,6 +9,7 @@ from kvkeep.persistence.environment import Environment, Transaction
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.nearby import changed_field
 from kvkeep.prefixstore.policy import Choice, Decision, Reason, decide
+from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.restore import BrokenChunk, Rebuilt, rebuild
 from kvkeep.prefixstore.tokens import Tokens, insides
 from kvkeep.prefixstore.trie import Facts, Path, facts_of, walk
@@ -31,15 +31,13 @@ class Found:
 class Lookup:
     """Where and how to look: a space of an environment, and its prefill step.
 
-    ``put_aside`` is told of every frame that cannot be used; ``quarantined`` lists those
-    that were.
+    ``quarantine`` is told of every frame that cannot be used.
     """
 
     env: Environment
     identity: Identity
     step: int
-    quarantined: Callable[[], frozenset[int]]
-    put_aside: Callable[[BrokenChunk], None]
+    quarantine: Quarantine
 
     def explain(self, tokens: Tokens, minimum: int) -> Decision:
         """The decision alone."""
@@ -65,13 +63,13 @@ class Lookup:
                     rebuilt = rebuild(txn, self.identity.id, held, point, decision.offset)
                     return Found(decision, used, rebuilt)
                 except BrokenChunk as broken:
-                    self.put_aside(broken)
+                    self.quarantine.add(broken)
                     scar = Reason.NEWER_FORMAT if broken.newer else Reason.CORRUPT
         raise Damaged("So many records of this prompt are damaged that it is not served")
 
     def _decide(self, txn: Transaction, tokens: Tokens, minimum: int) -> tuple[Choice, Path, Facts]:
         path = walk(txn, self.identity.id, tokens)
-        facts = facts_of(txn, path, self.quarantined())
+        facts = facts_of(txn, path, self.quarantine.ids())
         inside = insides(tokens)
         choice = decide(len(tokens), path.matched, facts.candidates, minimum, self.step, inside)
         if path.broken is not None:

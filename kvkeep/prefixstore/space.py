@@ -63,7 +63,7 @@ class Space:
         self._store = store
         self._layout = layout
         self._step = step
-        self._lookup = Lookup(store.env, identity, step, store.quarantined, store.put_aside)
+        self._lookup = Lookup(store.env, identity, step, store.quarantine)
 
     def snapshot(
         self,
@@ -150,7 +150,7 @@ class Space:
             queued = self._store.writer.queued(self.id)
             with self._store.env.begin() as txn:
                 prepared = prepare(
-                    txn, self.id, ids, caches, origin, queued, self._store.quarantined()
+                    txn, self.id, ids, caches, origin, queued, self._store.quarantine.ids()
                 )
             self._store.register(self.identity)
             return self._store.writer.submit(prepared)

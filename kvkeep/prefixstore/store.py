@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import logging
 import os
 import time
 import weakref
@@ -19,17 +17,15 @@ from kvkeep.persistence.environment import Environment
 from kvkeep.prefixstore import browse, identity, layout, recount
 from kvkeep.prefixstore.events import EventLog, read_events
 from kvkeep.prefixstore.evict import Evicted, evict
-from kvkeep.prefixstore.ledger import Ledger, counter, quarantine
+from kvkeep.prefixstore.ledger import Ledger, counter
+from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.recipe import kind_tree
 from kvkeep.prefixstore.report import Report, count
-from kvkeep.prefixstore.restore import BrokenChunk
 from kvkeep.prefixstore.sizes import parse_size
 from kvkeep.prefixstore.space import Space
 from kvkeep.prefixstore.tokens import as_tokens
 from kvkeep.prefixstore.trie import walk
 from kvkeep.prefixstore.writer import Limits, Writer, free_orphans
-
-log = logging.getLogger("kvkeep")
 
 MARKER = "store.json"
 DEFAULT_BUDGET = 64 << 30
@@ -83,16 +79,15 @@ class Store:
         self.path = path
         self.env = env
         self.read_only = read_only
-        self._aside: frozenset[int] = frozenset()
+        self.quarantine = Quarantine(env)
         self._known: set[bytes] = set()
         self.max_bytes = self._settle_budget(budget, marker)
-        self.writer = Writer(env, Limits(self.max_bytes, disk_reserve), self.quarantined)
+        self.writer = Writer(env, Limits(self.max_bytes, disk_reserve), self.quarantine)
         self.events = EventLog(env, (lambda _: None) if read_only else self.writer.call)
         if not read_only:
             free_orphans(env)
             self._shrink()
         self._closer = weakref.finalize(self, _finish, self.events, self.writer, env, read_only)
-        atexit.register(self._closer)
 
     def __enter__(self) -> Store:
         return self
@@ -210,7 +205,7 @@ class Store:
         self._writable()
         self.flush()
         audit = recount.repair(self.env)
-        self._aside = frozenset()
+        self.quarantine.clear()
         return audit
 
     def evict(
@@ -250,22 +245,7 @@ class Store:
 
     def close(self) -> None:
         """Flush and let go of the folder. Closing twice is fine."""
-        atexit.unregister(self._closer)
         self._closer()
-
-    def quarantined(self) -> frozenset[int]:
-        """Chunk ids that must not be used."""
-        with self.env.begin() as txn:
-            stored = frozenset(layout.from_u64(key) for key in txn.keys("quarantine"))
-        return stored | self._aside
-
-    def put_aside(self, broken: BrokenChunk) -> None:
-        """Stop using a frame; damage is noted in the store, and nothing is deleted."""
-        self._aside |= {broken.chunk}
-        if broken.newer or self.read_only:
-            return
-        log.warning("kvkeep: chunk %d is damaged and put aside: %s", broken.chunk, broken)
-        self.writer.call(lambda: self._quarantine(broken.chunk, str(broken)))
 
     def register(self, found: identity.Identity) -> None:
         """Write down a space that something is stored in."""
@@ -277,10 +257,6 @@ class Store:
             if txn.get("spaces", found.id) is None:
                 txn.put("spaces", found.id, msgpack.packb(record))
         self._known.add(found.id)
-
-    def _quarantine(self, chunk: int, reason: str) -> None:
-        with self.env.begin(write=True) as txn:
-            quarantine(txn, chunk, reason)
 
     def _writable(self) -> None:
         if self.read_only:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from kvkeep.errors import CorruptFrame, NewerFormat
@@ -94,17 +95,17 @@ def has_children(txn: Transaction, space: bytes, parent: int) -> bool:
 def load_recipe(txn: Transaction, recipe_id: bytes) -> Recipe | None:
     """The recipe of that id; ``None`` where it is missing, damaged or of an unknown kind."""
     data = txn.get("recipes", recipe_id)
-    if data is None:
-        return None
+    return _recipe(bytes(data), recipe_id) if data is not None else None
+
+
+@lru_cache(maxsize=256)
+def _recipe(data: bytes, recipe_id: bytes) -> Recipe | None:
     try:
-        recipe = Recipe.unpack(bytes(data))
-        recipe.families  # noqa: B018  (computes, and so checks, the layers)
-        _ = [layer.codec for layer in recipe.layers]
-    except NewerFormat:
+        recipe = Recipe.unpack(data)
+        usable = all(layer.codec for layer in recipe.layers) and recipe.id == recipe_id
+    except (NewerFormat, ValueError, TypeError, KeyError, AttributeError):
         return None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-    return recipe if recipe.id == recipe_id else None
+    return recipe if usable else None
 
 
 def held_on(txn: Transaction, path: Path, quarantined: Container[int]) -> list[Held]:

@@ -28,6 +28,7 @@ from kvkeep.prefixstore.evict import evict
 from kvkeep.prefixstore.ledger import Ledger
 from kvkeep.prefixstore.prepare import Prepared, RowDraft
 from kvkeep.prefixstore.publish import Chunk, Vanished, publish
+from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.receipt import Receipt
 from kvkeep.prefixstore.trie import walk
 
@@ -51,12 +52,10 @@ class Limits:
 class Writer:
     """Takes prepared snapshots and small write tasks, in order, on a thread of its own."""
 
-    def __init__(
-        self, env: Environment, limits: Limits, quarantined: Callable[[], frozenset[int]]
-    ) -> None:
+    def __init__(self, env: Environment, limits: Limits, quarantine: Quarantine) -> None:
         self._env = env
         self._limits = limits
-        self._quarantined = quarantined
+        self._quarantine = quarantine
         self._tasks: queue.Queue[Task | None] = queue.Queue()
         self._queued: list[Prepared] = []
         self._room = threading.Condition()
@@ -136,7 +135,7 @@ class Writer:
         if self._already(prepared):
             with self._env.begin(write=True) as txn:
                 ledger = Ledger(txn)
-                publish(ledger, prepared.snapshot, (), None, self._quarantined())
+                publish(ledger, prepared.snapshot, (), None, self._quarantine.ids())
                 ledger.settle()
             return 0
         self._check_disk(prepared.nbytes)
@@ -178,7 +177,7 @@ class Writer:
         if prepared.state is not None:
             data = prepared.state.seal()
             state = (ledger.put_chunk(data), len(data))
-        publish(ledger, prepared.snapshot, chunks, state, self._quarantined())
+        publish(ledger, prepared.snapshot, chunks, state, self._quarantine.ids())
         ledger.settle()
         return sum(c.size for c in chunks) + (state[1] if state else 0)
 
