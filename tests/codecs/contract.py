@@ -326,6 +326,8 @@ def _arguments(cache: Any) -> tuple[Any, ...]:
         return (cache.max_size,)
     if hasattr(cache, "chunk_size"):
         return (cache.chunk_size,)
+    if hasattr(cache, "window_size"):
+        return (cache.window_size,)
     return (len(cache.cache),) if hasattr(cache, "cache") else ()
 
 
