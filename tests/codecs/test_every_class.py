@@ -27,7 +27,7 @@ BATCHES = {
 
 UNCLAIMED = {
     "mlx_lm.models.cache._BaseCache": "the abstract base of the others; no model makes one",
-    "mlx_lm.models.cache.TokenBuffer": "token ids of one generation, for samplers; no model's cache",
+    "mlx_lm.models.cache.TokenBuffer": "token ids of one generation, not a cache of a model",
 }
 
 
