@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ import kvkeep
 from kvkeep import Reason
 from tests import architectures
 from tests.prefixstore import first_process as first
+
+FIRST_PYTHON = os.environ.get("KVKEEP_FIRST_PYTHON", sys.executable)
+"""Who writes the store: another interpreter may have another mlx-lm."""
 
 EVERYWHERE = set(range(1, 89))
 SNAPSHOTS = {48, 60, 88}
@@ -48,7 +52,7 @@ def before(request, tmp_path_factory):
     """A store that another process filled, and what that process computed."""
     folder = tmp_path_factory.mktemp("restart")
     done = subprocess.run(
-        [sys.executable, "-m", first.__name__, request.param, folder / "store", folder / "out.npz"],
+        [FIRST_PYTHON, "-m", first.__name__, request.param, folder / "store", folder / "out.npz"],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
