@@ -49,7 +49,7 @@ ALIGNMENT = 64
 HEAD = struct.Struct(
     "<"
     "4s"  # MAGIC
-    "H"  # VERSION of this layout; readers leave higher ones alone
+    "H"  # VERSION of what follows this struct; readers leave higher ones alone
     "H"  # flags, none defined; readers leave frames with unknown ones alone
     "I"  # bytes of the msgpack header
     "I"  # zero
@@ -254,15 +254,16 @@ def _split(data: memoryview) -> tuple[bytes, int]:
     magic, version, flags, header, zero, payload, checksum = HEAD.unpack_from(data)
     if magic != MAGIC:
         raise CorruptFrame("Not a frame: it does not begin with KVKF")
+    start = _aligned(HEAD.size + header)
+    if header > MOST_HEADER or start + payload != len(data):
+        raise CorruptFrame(f"A frame of {len(data)} bytes claims {start + payload}")
+    # Before the version is believed: a flipped bit must not pass for a newer format.
+    if _checksum(data) != checksum:
+        raise CorruptFrame("A frame does not match its checksum")
     if version > VERSION or (version == VERSION and flags):
         raise NewerFormat(f"A frame of format {version} with flags {flags:#x}; this is {VERSION}")
     if version != VERSION or zero:
         raise CorruptFrame(f"A frame of format {version}, which never was")
-    start = _aligned(HEAD.size + header)
-    if header > MOST_HEADER or start + payload != len(data):
-        raise CorruptFrame(f"A frame of {len(data)} bytes claims {start + payload}")
-    if _checksum(data) != checksum:
-        raise CorruptFrame("A frame does not match its checksum")
     if any(data[HEAD.size + header : start]):
         raise CorruptFrame("A frame has something where zeros are due")
     return bytes(data[HEAD.size : HEAD.size + header]), start

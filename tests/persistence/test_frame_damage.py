@@ -37,19 +37,15 @@ def test_every_shorter_and_longer_buffer_is_refused() -> None:
             Frame.open(frame + more)
 
 
-def test_every_flipped_byte_is_seen() -> None:
+def test_every_flipped_byte_is_damage() -> None:
     frame = bytearray(small_frame())
-    newer = 0
     for i in range(len(frame)):
         for mask in (0x01, 0x80, 0xFF):
             frame[i] ^= mask
-            with pytest.raises((CorruptFrame, NewerFormat)) as caught:
+            with pytest.raises(CorruptFrame):
                 Frame.open(frame)
-            newer += caught.type is NewerFormat
             frame[i] ^= mask
     Frame.open(frame)
-    # Only version and flags can pass for a newer format, and such a record is kept.
-    assert 0 < newer <= 4 * 3
 
 
 @pytest.mark.parametrize("buffer", [b"", b"KVKF", bytes(64), b"KVKX" + bytes(60)])
