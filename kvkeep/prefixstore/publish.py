@@ -53,13 +53,14 @@ def publish(
     chunks: Sequence[Chunk],
     state: tuple[int, int] | None,
     quarantined: frozenset[int],
-) -> None:
+) -> int:
     """Insert the tokens, attach chunks and state, and hang the resume point.
 
-    ``state`` is the id and the size of the state frame. Raises ``Vanished`` where the rows of
+    Returns the bytes of rows and state that are new to the store: what another process wrote
+    meanwhile is not kept twice. ``state`` is the id and the size of the state frame. Raises ``Vanished`` where the rows of
     the resume point are not all there; the caller then aborts the transaction.
     """
-    txn, offset = ledger.txn, len(snapshot.tokens)
+    txn, offset, written = ledger.txn, len(snapshot.tokens), 0
     nodes = _insert(ledger, snapshot)
     path = walk(txn, snapshot.space, snapshot.tokens)
     known = {
@@ -75,16 +76,18 @@ def publish(
             ledger.drop_chunk(chunk.id, owned=False)
             continue
         _attach(ledger, nodes, snapshot.recipe.id, chunk)
+        written += chunk.size
         have = known.get(chunk.family, ())
         known[chunk.family] = merged((*have, (chunk.start, chunk.stop)))
     if not all(covers(known.get(family, ()), needs) for family, needs in snapshot.needs):
         raise Vanished("rows that this snapshot builds on are no longer stored")
-    _hang(ledger, nodes, snapshot, state)
+    written += _hang(ledger, nodes, snapshot, state, quarantined)
     for node in nodes.values():
         ledger.put_node(node)
     if txn.get("recipes", snapshot.recipe.id) is None:
         txn.put("recipes", snapshot.recipe.id, snapshot.recipe.packed)
     ledger.touch(nodes[start] for start in sorted(nodes) if start < offset)
+    return written
 
 
 def _insert(ledger: Ledger, snapshot: Snapshot) -> dict[int, Node]:
@@ -187,20 +190,32 @@ def _cut(ledger: Ledger, chunk: Chunk, parts: list[tuple[int, int]]) -> list[tup
 
 
 def _hang(
-    ledger: Ledger, nodes: dict[int, Node], snapshot: Snapshot, state: tuple[int, int] | None
-) -> None:
-    """Hang the resume point on the node that its offset lies in; a known one is kept."""
+    ledger: Ledger,
+    nodes: dict[int, Node],
+    snapshot: Snapshot,
+    state: tuple[int, int] | None,
+    quarantined: frozenset[int],
+) -> int:
+    """Hang the resume point on the node that its offset lies in; the bytes of its state.
+
+    A known point is kept, unless its state is damaged and a whole one is at hand.
+    """
     offset, recipe = len(snapshot.tokens), snapshot.recipe.id
     at = max(start for start in nodes if start < offset)
-    if nodes[at].find_point(recipe, offset) is not None:
+    known = nodes[at].find_point(recipe, offset)
+    if known is not None and (state is None or known.state not in quarantined):
         if state is not None:
             ledger.drop_chunk(state[0], owned=False)
-        return
+        return 0
+    if known is not None:
+        ledger.disown(known.state, known.size, "replaced by a whole state")
+        nodes[at] = nodes[at].without_point(known)
     chunk, size = state if state is not None else (0, 0)
     if state is not None:
         ledger.own(size)
     point = PointRecord(offset, 0, snapshot.origin, snapshot.created, chunk, size, snapshot.needs)
     nodes[at] = nodes[at].with_point(recipe, point)
+    return size
 
 
 def _resized(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:

@@ -106,6 +106,10 @@ class Node:
         points = sorted((*node.points, point._replace(recipe=index)), key=lambda p: p.offset)
         return replace(node, points=tuple(points))
 
+    def without_point(self, point: PointRecord) -> Node:
+        """The node without one of its resume points."""
+        return replace(self, points=tuple(p for p in self.points if p is not point))
+
     def find_point(self, recipe: bytes, offset: int) -> PointRecord | None:
         """The resume point of ``recipe`` at ``offset``."""
         for point in self.points:

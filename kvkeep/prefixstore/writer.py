@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import secrets
 import threading
 import time
 from collections import deque
@@ -149,7 +150,7 @@ class Writer:
         return self._write_large(prepared)
 
     def _write_large(self, prepared: Prepared) -> int:
-        job = time.time_ns()
+        job = secrets.randbits(64)
         try:
             with self._env.begin(write=True) as txn:
                 ledger = Ledger(txn)
@@ -177,9 +178,9 @@ class Writer:
         if prepared.state is not None:
             data = prepared.state.seal()
             state = (ledger.put_chunk(data), len(data))
-        publish(ledger, prepared.snapshot, chunks, state, self._quarantine.ids())
+        written = publish(ledger, prepared.snapshot, chunks, state, self._quarantine.ids())
         ledger.settle()
-        return sum(c.size for c in chunks) + (state[1] if state else 0)
+        return written
 
     def _already(self, prepared: Prepared) -> bool:
         """Whether this very resume point is stored, so that there is nothing to write."""
@@ -188,9 +189,11 @@ class Writer:
             return False
         with self._env.begin() as txn:
             path = walk(txn, snapshot.space, snapshot.tokens)
-            return path.matched == len(snapshot.tokens) and any(
-                node.find_point(snapshot.recipe.id, path.matched) for node in path.nodes
-            )
+            if path.matched < len(snapshot.tokens):
+                return False
+            points = [node.find_point(snapshot.recipe.id, path.matched) for node in path.nodes]
+            damaged = self._quarantine.ids()
+            return any(point is not None and point.state not in damaged for point in points)
 
     def _make_room(self, ledger: Ledger, prepared: Prepared) -> None:
         snapshot = prepared.snapshot
