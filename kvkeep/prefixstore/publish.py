@@ -57,8 +57,9 @@ def publish(
     """Insert the tokens, attach chunks and state, and hang the resume point.
 
     Returns the bytes of rows and state that are new to the store: what another process wrote
-    meanwhile is not kept twice. ``state`` is the id and the size of the state frame. Raises ``Vanished`` where the rows of
-    the resume point are not all there; the caller then aborts the transaction.
+    meanwhile is not kept twice. ``state`` is the id and the size of the state frame. Raises
+    ``Vanished`` where the rows of the resume point are not all there; the caller then aborts
+    the transaction.
     """
     txn, offset, written = ledger.txn, len(snapshot.tokens), 0
     nodes = _insert(ledger, snapshot)
