@@ -93,6 +93,9 @@ class Environment:
         with self._shared.used(write):
             env = self._open()
             try:
+                if write:
+                    # A killed reader's slot would keep every page from being used again.
+                    env.reader_check()
                 inner = env.begin(write=write, buffers=True)
             except lmdb.Error as error:
                 raise translate(error, self.folder) from error
