@@ -1,0 +1,1 @@
+"""Faults on purpose: killed processes, damaged files, full disks, and many processes at once."""
