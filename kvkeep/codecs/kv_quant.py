@@ -44,6 +44,7 @@ from kvkeep.codecs.base import (
     Segment,
     check_planes,
     committed,
+    dtype_name,
     entry,
     grown,
     recorded_floor,
@@ -77,6 +78,12 @@ class KVQuant(Codec):
         planes = self.planes(cache)
         check_planes(cache, tuple(planes.values()), offset)
         for side in ("k", "v"):
+            dtypes = [dtype_name(planes[f"{side}.{part}"]) for part in _PARTS]
+            if dtypes[0] != "uint32" or dtypes[1] != dtypes[2]:
+                raise MalformedCache(
+                    f"QuantizedKVCache holds {dtypes[0]} words, {dtypes[1]} scales and "
+                    f"{dtypes[2]} biases; words are uint32, and the others alike"
+                )
             packed, scales, biases = (planes[f"{side}.{part}"].shape[3] for part in _PARTS)
             if scales != biases or packed * 32 != scales * group_size * bits:
                 raise MalformedCache(

@@ -29,7 +29,7 @@ from kvkeep.prefixstore.ranges import (
     subtract,
     total,
 )
-from kvkeep.prefixstore.recipe import Live, read_caches
+from kvkeep.prefixstore.recipe import Layer, Live, read_caches
 from kvkeep.prefixstore.tokens import Tokens, common_prefix
 from kvkeep.prefixstore.trie import held_on, walk
 
@@ -137,19 +137,19 @@ def _needs(
             wanted += codec.needs(facts.params, state.meta if state is not None else None, offset)
         needs = merged(wanted)
         if not covers(_held(live, index, offset), needs):
-            raise _mismatch(live, offset, live.recipe.layers[family.layers[0]].path)
+            raise _mismatch(live, offset, live.recipe.layers[family.layers[0]])
         out.append((index, needs))
     if offset < live.offset:
         for layer, (_, _, facts) in zip(live.recipe.layers, live.leaves, strict=True):
             if facts.reach.stateful or (facts.floor or 0) > offset:
-                raise _mismatch(live, offset, layer.path)
+                raise _mismatch(live, offset, layer)
     return tuple(out)
 
 
-def _mismatch(live: Live, offset: int, layer: str) -> OffsetMismatch:
+def _mismatch(live: Live, offset: int, layer: Layer) -> OffsetMismatch:
     return OffsetMismatch(
         f"The caches cover {live.offset:,} tokens and {offset:,} were given; "
-        f"layer {layer} cannot be cut there"
+        f"layer {layer.path} ({layer.kind}) cannot be cut there"
     )
 
 

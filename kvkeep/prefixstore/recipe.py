@@ -170,11 +170,14 @@ def read_caches(caches: Sequence[Any], tokens: int) -> Live:
         raise EmptyCache("The list of caches is empty")
     leaves: list[tuple[str, Codec, Any, Description]] = []
     tree = tuple(_flatten(cache, str(i), leaves) for i, cache in enumerate(caches))
-    offsets = {d.offset for _, _, _, d in leaves if d.offset is not None}
+    offsets: dict[int, str] = {}
+    for path, _, _, d in leaves:
+        if d.offset is not None:
+            offsets.setdefault(d.offset, f"layer {path} ({d.kind}) at {d.offset:,}")
     if len(offsets) > 1:
-        seen = ", ".join(f"layer {path} ({d.kind}) at {d.offset}" for path, _, _, d in leaves[:8])
+        seen = ", ".join(offsets.values())
         raise OffsetMismatch(f"The caches stand at different offsets: {seen}")
-    offset = offsets.pop() if offsets else tokens
+    offset = next(iter(offsets), tokens)
     layers = tuple(
         Layer(path, d.kind, d.version, tuple(sorted(d.params.items())), d.boundary, d.reach, d.rows)
         for path, _, _, d in leaves
@@ -203,8 +206,10 @@ def assemble(recipe: Recipe, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _flatten(cache: Any, path: str, out: list[tuple[str, Codec, Any, Description]]) -> Tree:
+    layer = f"Layer {path}"
     try:
         codec = codec_for(cache)
+        layer += f" ({codec.kind})"
         if isinstance(codec, Composite):
             inner = codec.children(cache)
             return (codec.kind, tuple(_flatten(c, f"{path}.{i}", out) for i, c in enumerate(inner)))
@@ -213,7 +218,7 @@ def _flatten(cache: Any, path: str, out: list[tuple[str, Codec, Any, Description
     except Refused as error:
         if error.problem.startswith("Layer "):
             raise
-        raise type(error)(f"Layer {path}: {error.problem}", remedy=error.remedy) from error
+        raise type(error)(f"{layer}: {error.problem}", remedy=error.remedy) from error
 
 
 def _kind_of(cache: Any) -> str:

@@ -89,6 +89,14 @@ class TestKVQuant(InPlaceContract):
             "keys is not packed, scales, biases",
         ),
         "unequal": (lambda: set_fields(values=_longer())(), "unequal length"),
+        "words that are floats": (
+            lambda: set_fields(keys=_as(mx.float32, None, None))(),
+            "float32 words, bfloat16 scales and bfloat16 biases",
+        ),
+        "scales unlike biases": (
+            lambda: set_fields(keys=_as(None, mx.float16, None))(),
+            "uint32 words, float16 scales and bfloat16 biases",
+        ),
     }
 
     def trimmed(self, example, live, p):
@@ -128,6 +136,11 @@ class TestKVQuant(InPlaceContract):
     def test_a_trim_below_the_boundary_is_unknown_history(self):
         cache = trim(10)(converted())
         assert CODEC.describe(cache).floor == 30
+
+
+def _as(*dtypes):
+    planes = set_fields()().keys
+    return [x if d is None else x.astype(d) for x, d in zip(planes, dtypes, strict=True)]
 
 
 def _longer():
