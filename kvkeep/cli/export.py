@@ -42,8 +42,6 @@ def command(
       kvkeep export 1c context.safetensors
       kvkeep export 1c context.safetensors --at 4096
     """
-    from kvkeep.prefixstore.identity import Identity
-    from kvkeep.prefixstore.space import Space
     from kvkeep.prefixstore.store import open_store
 
     files.check_target(file, force=force)
@@ -51,7 +49,7 @@ def command(
         found = find_conversation(opened, conversation)
         info = find_space(opened, found.space)
         tokens = opened.conversation_tokens(found.id)[:at]
-        space = Space(opened, Identity(tuple(sorted(info.fields.items())), info.label), ())
+        space = opened.stored_space(info.id)
         # One token more than is wanted: a resume always leaves the last one to be read.
         hit = space.resume([*tokens, 0])
         size = 0

@@ -65,7 +65,9 @@ class EventLog:
         self._number = 0
 
     def add(self, event: Event, used: tuple[bytes, ...] = ()) -> None:
-        """Note an event, and the keys of the nodes that it used."""
+        """Note an event, and the keys of the nodes that it used; nothing in a read-only store."""
+        if self._env.read_only:
+            return
         with self._lock:
             self._events.append(event)
             self._used.update(dict.fromkeys(used, time.time_ns()))

@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvkeep.errors import KvkeepError, OffsetMismatch, Refused, StoreClosed
 from kvkeep.prefixstore.batch import take_row
+from kvkeep.prefixstore.core import Core
 from kvkeep.prefixstore.events import Event
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.lookup import Found, Lookup
@@ -19,9 +20,6 @@ from kvkeep.prefixstore.prepare import prepare
 from kvkeep.prefixstore.receipt import Receipt
 from kvkeep.prefixstore.recipe import kind_tree, refuse_stale
 from kvkeep.prefixstore.tokens import Tokens, as_tokens, common_prefix
-
-if TYPE_CHECKING:
-    from kvkeep.prefixstore.store import Store
 
 log = logging.getLogger("kvkeep")
 
@@ -51,7 +49,7 @@ class Space:
 
     def __init__(
         self,
-        store: Store,
+        core: Core,
         identity: Identity,
         layout: tuple[str, ...],
         step: int = 1,
@@ -60,10 +58,10 @@ class Space:
         self.identity = identity
         self.id = identity.id
         self.draft = draft
-        self._store = store
+        self._core = core
         self._layout = layout
         self._step = step
-        self._lookup = Lookup(store.env, identity, step, store.quarantine)
+        self._lookup = Lookup(core.env, identity, step, core.quarantine)
 
     def snapshot(
         self,
@@ -103,7 +101,7 @@ class Space:
                 self.draft._take(ids, drafted, origin, prefilled)
         started = time.perf_counter()
         receipt = self._take(ids, caches, origin, prefilled)
-        self._store.writer.call(lambda: self._note(len(ids), receipt, started))
+        self._core.writer.call(lambda: self._note(len(ids), receipt, started))
         return receipt
 
     def resume(self, tokens: Any, minimum: int = 1) -> Hit:
@@ -147,13 +145,13 @@ class Space:
             if not len(ids):
                 return Receipt().settle(False, 0, "no whole prefill step to store")
         try:
-            queued = self._store.writer.queued(self.id)
-            with self._store.env.begin() as txn:
+            queued = self._core.writer.queued(self.id)
+            with self._core.env.begin() as txn:
                 prepared = prepare(
-                    txn, self.id, ids, caches, origin, queued, self._store.quarantine.ids()
+                    txn, self.id, ids, caches, origin, queued, self._core.quarantine.ids()
                 )
-            self._store.register(self.identity)
-            return self._store.writer.submit(prepared)
+            self._core.register(self.identity)
+            return self._core.writer.submit(prepared)
         except OffsetMismatch as error:
             if self._step == 1:
                 raise
@@ -177,9 +175,9 @@ class Space:
 
     def _await_queued(self, ids: Tokens) -> None:
         """What was accepted is readable at once: wait where a queued snapshot shares a token."""
-        for prepared in self._store.writer.queued(self.id):
+        for prepared in self._core.writer.queued(self.id):
             if common_prefix(prepared.snapshot.tokens, ids):
-                self._store.writer.flush()
+                self._core.writer.flush()
                 return
 
     def _check_layout(self, caches: Sequence[Any]) -> None:
@@ -193,7 +191,7 @@ class Space:
             )
 
     def _note(self, tokens: int, receipt: Receipt, started: float) -> None:
-        self._store.events.add(
+        self._core.events.add(
             Event(
                 "snapshot",
                 time.time(),
@@ -209,7 +207,7 @@ class Space:
 
     def _count(self, found: Found, tokens: int, started: float) -> None:
         decision = found.decision
-        self._store.events.add(
+        self._core.events.add(
             Event(
                 "lookup",
                 time.time(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import weakref
@@ -12,25 +11,21 @@ from typing import Any
 
 import msgpack
 
-from kvkeep.errors import KvkeepError, NotAStore, StoreReadOnly, StoreTooNew
+from kvkeep.errors import KvkeepError
 from kvkeep.persistence.environment import Environment
 from kvkeep.prefixstore import browse, identity, layout, recount
-from kvkeep.prefixstore.events import EventLog, read_events
+from kvkeep.prefixstore.core import Core
+from kvkeep.prefixstore.events import read_events
 from kvkeep.prefixstore.evict import Evicted, evict
 from kvkeep.prefixstore.ledger import Ledger, counter
-from kvkeep.prefixstore.quarantine import Quarantine
+from kvkeep.prefixstore.opening import Marker, find_or_make
 from kvkeep.prefixstore.recipe import kind_tree
 from kvkeep.prefixstore.report import Report, count
 from kvkeep.prefixstore.sizes import parse_size
 from kvkeep.prefixstore.space import Space
 from kvkeep.prefixstore.tokens import as_tokens
 from kvkeep.prefixstore.trie import walk
-from kvkeep.prefixstore.writer import Limits, Writer, free_orphans
-
-MARKER = "store.json"
-DEFAULT_BUDGET = 64 << 30
-MAP_HEADROOM = 4
-MAP_MINIMUM = 64 << 30
+from kvkeep.prefixstore.writer import Limits, free_orphans
 
 
 def open_store(
@@ -50,12 +45,15 @@ def open_store(
     """
     folder = Path(path).expanduser()
     budget = parse_size(max_bytes) if max_bytes is not None else None
-    marker = _marker(folder, budget, read_only)
+    reserve = parse_size(disk_reserve)
+    marker = find_or_make(folder, budget, read_only=read_only)
+    if budget is not None:
+        marker.check(budget)
     env = Environment(
-        folder, map_size=marker["map_bytes"], databases=layout.DATABASES, read_only=read_only
+        folder, map_size=marker.map_bytes, databases=layout.DATABASES, read_only=read_only
     )
     try:
-        return Store(folder, env, budget, marker, parse_size(disk_reserve), read_only)
+        return Store(env, Limits(_settle_budget(env, budget, marker), reserve))
     except BaseException:
         env.close()
         raise
@@ -67,27 +65,15 @@ class Store:
     After a fork the child must open the store again. ``close`` flushes.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        env: Environment,
-        budget: int | None,
-        marker: Mapping[str, Any],
-        disk_reserve: int,
-        read_only: bool,
-    ) -> None:
-        self.path = path
+    def __init__(self, env: Environment, limits: Limits) -> None:
+        self.path = env.folder
         self.env = env
-        self.read_only = read_only
-        self.quarantine = Quarantine(env)
-        self._known: set[bytes] = set()
-        self.max_bytes = self._settle_budget(budget, marker)
-        self.writer = Writer(env, Limits(self.max_bytes, disk_reserve), self.quarantine)
-        self.events = EventLog(env, (lambda _: None) if read_only else self.writer.call)
-        if not read_only:
+        self.max_bytes = limits.max_bytes
+        self._core = Core.start(env, limits)
+        if not env.read_only:
             free_orphans(env)
             self._shrink()
-        self._closer = weakref.finalize(self, _finish, self.events, self.writer, env, read_only)
+        self._closer = weakref.finalize(self, self._core.close)
 
     def __enter__(self) -> Store:
         return self
@@ -160,8 +146,17 @@ class Store:
         draft = None
         if draft_layout is not None:
             drafted = kind_tree(draft_layout)
-            draft = Space(self, found.part("draft", drafted), drafted, step)
-        return Space(self, found, kinds, step, draft)
+            draft = Space(self._core, found.part("draft", drafted), drafted, step)
+        return Space(self._core, found, kinds, step, draft)
+
+    def stored_space(self, space: str) -> Space:
+        """The space of that hexadecimal id, to be read from. Raises ``KvkeepError``."""
+        with self.env.begin() as txn:
+            for info in browse.spaces(txn):
+                if info.id == space:
+                    fields = tuple(sorted(info.fields.items()))
+                    return Space(self._core, identity.Identity(fields, info.label), ())
+        raise KvkeepError(f"No space has the id {space}", remedy="`kvkeep ls` shows them.")
 
     def report(self, since: float = 0.0) -> Report:
         """Totals of the lookups and snapshots from ``since`` (seconds since the epoch) on."""
@@ -202,10 +197,10 @@ class Store:
 
     def repair(self) -> recount.Audit:
         """Remove what cannot be used; returns the audit that called for it."""
-        self._writable()
+        self._core.check_writable()
         self.flush()
         audit = recount.repair(self.env)
-        self.quarantine.clear()
+        self._core.quarantine.clear()
         return audit
 
     def evict(
@@ -218,7 +213,7 @@ class Store:
         """Drop leaves, least recently used first: down to ``to`` bytes, those unused for
         ``older_than`` seconds, those of ``space``. Without any of them nothing goes.
         """
-        self._writable()
+        self._core.check_writable()
         if to is None and older_than is None and space is None:
             return Evicted()
         self.flush()
@@ -239,42 +234,11 @@ class Store:
 
     def flush(self) -> None:
         """Return once everything accepted so far is durable, or refused with a reason."""
-        if not self.read_only:
-            self.writer.call(self.events.write)
-            self.writer.flush()
+        self._core.flush()
 
     def close(self) -> None:
         """Flush and let go of the folder. Closing twice is fine."""
         self._closer()
-
-    def register(self, found: identity.Identity) -> None:
-        """Write down a space that something is stored in."""
-        self._writable()
-        if found.id in self._known:
-            return
-        record = {"fields": found.fields, "label": found.label, "created": time.time()}
-        with self.env.begin(write=True) as txn:
-            if txn.get("spaces", found.id) is None:
-                txn.put("spaces", found.id, msgpack.packb(record))
-        self._known.add(found.id)
-
-    def _writable(self) -> None:
-        if self.read_only:
-            raise StoreReadOnly("The store was opened for reading only")
-
-    def _settle_budget(self, budget: int | None, marker: Mapping[str, Any]) -> int:
-        if budget is not None and budget > marker["map_bytes"] // 2:
-            raise KvkeepError(
-                f"This store was laid out for at most {marker['map_bytes'] // 2:,} bytes",
-                remedy="Name a smaller max_bytes, or make a new store with the larger one.",
-            )
-        with self.env.begin() as txn:
-            recorded = counter(txn, "budget") or marker["budget"]
-        if budget is None or budget == recorded or self.read_only:
-            return int(recorded)
-        with self.env.begin(write=True) as txn:
-            txn.put("meta", b"budget", layout.u64(budget))
-        return budget
 
     def _shrink(self) -> None:
         """Bring an over-full store down to its budget before anything is served."""
@@ -293,7 +257,7 @@ class Store:
                 if kept == mark:
                     return str(digest)
         digest = compute()
-        if not self.read_only:
+        if not self.env.read_only:
             with self.env.begin(write=True) as txn:
                 txn.put("prints", key, msgpack.packb([mark, digest]))
         return digest
@@ -303,57 +267,12 @@ _explicit = identity.explicit
 _of_model = identity.of_model
 
 
-def _finish(events: EventLog, writer: Writer, env: Environment, read_only: bool) -> None:
-    try:
-        if not read_only and env.usable:
-            writer.call(events.write)
-            writer.flush()
-    finally:
-        if env.usable:
-            writer.close()
-        env.close()
-
-
-def _marker(folder: Path, budget: int | None, read_only: bool) -> dict[str, Any]:
-    """The contents of ``store.json``, which is made where the folder is new or empty."""
-    file = folder / MARKER
-    try:
-        if file.exists():
-            marker = json.loads(file.read_text())
-            if not isinstance(marker, dict) or marker.get("kvkeep") is None:
-                raise NotAStore(f"{file} does not describe a kvkeep store")
-            if int(marker["kvkeep"]) > layout.FORMAT:
-                raise StoreTooNew(
-                    f"{folder} has store format {marker['kvkeep']}; this kvkeep reads "
-                    f"{layout.FORMAT}"
-                )
-            return {"map_bytes": int(marker["map_bytes"]), "budget": int(marker["budget"])}
-        if folder.exists() and not folder.is_dir():
-            raise NotAStore(f"{folder} is a file")
-        if folder.exists() and any(folder.iterdir()):
-            raise NotAStore(f"{folder} holds other files and no {MARKER}")
-        if read_only:
-            raise NotAStore(f"{folder} holds no store")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _make_marker(file, budget)
-    except PermissionError as error:
-        raise StoreReadOnly(f"{error.filename} cannot be used: {error.strerror}") from error
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise NotAStore(f"{file} cannot be read: {error}") from error
-
-
-def _make_marker(file: Path, budget: int | None) -> dict[str, Any]:
-    if budget is None:
-        disk = os.statvfs(file.parent)
-        budget = min(DEFAULT_BUDGET, disk.f_bavail * disk.f_frsize // 2)
-    marker = {"map_bytes": max(MAP_MINIMUM, MAP_HEADROOM * budget), "budget": budget}
-    made = file.with_suffix(f".{os.getpid()}")
-    made.write_text(json.dumps({"kvkeep": layout.FORMAT, **marker}, indent=1) + "\n")
-    made.chmod(0o600)
-    try:
-        os.link(made, file)
-    except FileExistsError:
-        return _marker(file.parent, budget, read_only=False)
-    finally:
-        made.unlink()
-    return marker
+def _settle_budget(env: Environment, budget: int | None, marker: Marker) -> int:
+    """The budget in force: the given one, which is recorded, or the recorded one."""
+    with env.begin() as txn:
+        recorded = counter(txn, "budget") or marker.budget
+    if budget is None or budget == recorded or env.read_only:
+        return recorded
+    with env.begin(write=True) as txn:
+        txn.put("meta", b"budget", layout.u64(budget))
+    return budget

@@ -1,0 +1,93 @@
+"""The marker of a store: what its folder was laid out for, written once."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import KvkeepError, NotAStore, StoreReadOnly, StoreTooNew
+from kvkeep.prefixstore.layout import FORMAT
+
+MARKER = "store.json"
+UNFINISHED = "store.json.new-*"
+DEFAULT_BUDGET = 64 << 30
+MAP_HEADROOM = 4
+MAP_MINIMUM = 64 << 30
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The size of LMDB's map, fixed for the store's life, and the budget it was made with."""
+
+    map_bytes: int
+    budget: int
+
+    def check(self, budget: int) -> None:
+        """Refuse a budget that the map could not hold, with room for pages in between."""
+        if budget > self.map_bytes // 2:
+            raise KvkeepError(
+                f"This store was laid out for at most {self.map_bytes // 2:,} bytes",
+                remedy="Name a smaller max_bytes, or make a new store with the larger one.",
+            )
+
+
+def find_or_make(folder: Path, budget: int | None, *, read_only: bool) -> Marker:
+    """The marker of the store in ``folder``; a new or empty folder becomes one.
+
+    Raises ``NotAStore``, ``StoreTooNew`` or ``StoreReadOnly``; nothing half-made is left.
+    """
+    file = folder / MARKER
+    try:
+        if file.exists():
+            return _read(file)
+        if folder.exists() and not folder.is_dir():
+            raise NotAStore(f"{folder} is a file")
+        if folder.exists() and any(not f.match(UNFINISHED) for f in folder.iterdir()):
+            if file.exists():  # another process was just now making it
+                return _read(file)
+            raise NotAStore(f"{folder} holds other files and no {MARKER}")
+        if read_only:
+            raise NotAStore(f"{folder} holds no store")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _make(file, budget)
+    except PermissionError as error:
+        raise StoreReadOnly(f"{error.filename} cannot be used: {error.strerror}") from error
+    except OSError as error:
+        raise NotAStore(f"{folder} cannot hold a store: {error.strerror or error}") from error
+
+
+def _read(file: Path) -> Marker:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        version = int(found["kvkeep"])
+        marker = Marker(int(found["map_bytes"]), int(found["budget"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise NotAStore(f"{file} does not describe a kvkeep store") from error
+    if version > FORMAT:
+        raise StoreTooNew(f"{file.parent} has store format {version}; this kvkeep reads {FORMAT}")
+    if not 0 < marker.budget <= marker.map_bytes <= 1 << 46:
+        raise NotAStore(f"{file} names sizes that no store has")
+    return marker
+
+
+def _make(file: Path, budget: int | None) -> Marker:
+    if budget is None:
+        disk = os.statvfs(file.parent)
+        budget = min(DEFAULT_BUDGET, disk.f_bavail * disk.f_frsize // 2)
+    marker = Marker(max(MAP_MINIMUM, MAP_HEADROOM * budget), budget)
+    fields: dict[str, Any] = {"kvkeep": FORMAT, **vars(marker)}
+    made = file.with_name(UNFINISHED.replace("*", str(os.getpid())))
+    made.write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
+    made.chmod(0o600)
+    try:
+        os.link(made, file)
+    except FileExistsError:
+        return _read(file)
+    except OSError:  # a file system without links
+        made.replace(file)
+    finally:
+        made.unlink(missing_ok=True)
+    return marker
