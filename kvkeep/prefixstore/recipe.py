@@ -12,7 +12,8 @@ was computed from the converted ones.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -156,8 +157,11 @@ class Live:
 
 
 def kind_tree(caches: Sequence[Any]) -> tuple[str, ...]:
-    """The kinds of ``caches``, which may be empty: what a space calls its layout."""
-    return tuple(_kind_of(cache) for cache in caches)
+    """The kinds of ``caches``, which may be empty: what a space calls its layout.
+
+    Raises ``Refused`` with the layer's number.
+    """
+    return tuple(_kind_of(cache, str(i)) for i, cache in enumerate(caches))
 
 
 def read_caches(caches: Sequence[Any], tokens: int) -> Live:
@@ -206,26 +210,39 @@ def assemble(recipe: Recipe, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _flatten(cache: Any, path: str, out: list[tuple[str, Codec, Any, Description]]) -> Tree:
-    layer = f"Layer {path}"
-    try:
-        codec = codec_for(cache)
-        layer += f" ({codec.kind})"
+    codec = _codec_of(cache, path)
+    with _naming(path, codec.kind):
         if isinstance(codec, Composite):
             inner = codec.children(cache)
             return (codec.kind, tuple(_flatten(c, f"{path}.{i}", out) for i, c in enumerate(inner)))
         out.append((path, codec, cache, codec.describe(cache)))
         return path
+
+
+def _kind_of(cache: Any, path: str) -> str:
+    codec = _codec_of(cache, path)
+    if isinstance(codec, Codec):
+        return codec.kind
+    with _naming(path, codec.kind):
+        inner = codec.children(cache)
+        return f"{codec.kind}({','.join(_kind_of(c, f'{path}.{i}') for i, c in enumerate(inner))})"
+
+
+def _codec_of(cache: Any, path: str) -> Codec | Composite:
+    with _naming(path):
+        return codec_for(cache)
+
+
+@contextmanager
+def _naming(path: str, kind: str = "") -> Iterator[None]:
+    """Begin the problem of a refusal with the layer, unless an inner one is named already."""
+    try:
+        yield
     except Refused as error:
         if error.problem.startswith("Layer "):
             raise
+        layer = f"Layer {path} ({kind})" if kind else f"Layer {path}"
         raise type(error)(f"{layer}: {error.problem}", remedy=error.remedy) from error
-
-
-def _kind_of(cache: Any) -> str:
-    codec = codec_for(cache)
-    if isinstance(codec, Composite):
-        return f"{codec.kind}({','.join(_kind_of(c) for c in codec.children(cache))})"
-    return codec.kind
 
 
 def _spell(node: Tree, kinds: dict[str, str]) -> str:

@@ -45,11 +45,14 @@ def config(name):
     return {"model_type": name, **_sizes(_module(name).ModelArgs), **own}
 
 
-def build(name, seed=0):
-    """The model ``name``. Raises whatever mlx-lm raises where it cannot be built here."""
+def build(name, seed=0, **changes):
+    """The model ``name`` with ``changes`` to its configuration.
+
+    Raises whatever mlx-lm raises where it cannot be built here.
+    """
     module = _module(name)
     mx.random.seed(seed)
-    model = module.Model(module.ModelArgs.from_dict(config(name)))
+    model = module.Model(module.ModelArgs.from_dict({**config(name), **changes}))
     # On a CPU mixtures of experts run in float32 only.
     experts = any(isinstance(part, SwitchLinear) for part in model.modules())
     narrow = mx.default_device() != mx.cpu or not experts
