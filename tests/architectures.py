@@ -1,4 +1,7 @@
-"""Tiny random models of real mlx-lm architectures, the same in every process."""
+"""Tiny random models of real mlx-lm architectures, the same in every process.
+
+The Metal kernels of state-space models ask for states of a multiple of 32.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ CONFIGS = {
         "mamba_d_ssm": 64,
         "mamba_d_head": 16,
         "mamba_n_heads": 4,
-        "mamba_d_state": 16,
+        "mamba_d_state": 32,
         "mamba_n_groups": 1,
         "mamba_expand": 1,
     },
@@ -95,7 +98,7 @@ CONFIGS = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "state_size": 16,
+        "state_size": 32,
         "num_hidden_layers": 2,
         "layer_norm_epsilon": 1e-5,
         "conv_kernel": 4,

@@ -36,11 +36,12 @@ SPELLED_ELSEWHERE = {"dbrx": {"H": 2}, "nemotron-nas": {"H": 2}, "plamo": {"H": 
 PAGE = """\
 # Models
 
-Every model of mlx-lm {version} was run with a tiny configuration: a prompt in chunks, an answer,
-a second prompt and its answer, with snapshots on the way. In a store that was opened anew, the
-prompt was resumed at every offset at which that is exact, and went on bit for bit like the run
-that never stopped; every other offset was refused with its reason. `make test` repeats all of
-this, and fails when mlx-lm brings a model that is not listed here, or when a line changes.
+Every model of mlx-lm {version} that runs on a CPU was run with a tiny configuration: a prompt in
+chunks, an answer, a second prompt and its answer, with snapshots on the way. In a store that
+was opened anew, the prompt was resumed at every offset at which that is exact, and went on bit
+for bit like the run that never stopped; every other offset was refused with its reason.
+`make test` repeats all of this, and fails when mlx-lm brings a model that is not listed here, or
+when a line changes.
 `python -m tests.conformance.table` writes this page.
 
 **Caches**: what the model's `make_cache` builds, for as many layers as the tiny configuration
