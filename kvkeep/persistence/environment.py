@@ -21,16 +21,23 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from kvkeep.errors import StoreClosed, StoreReadOnly, StoreUnusable
+from kvkeep.errors import Damaged, StoreClosed, StoreReadOnly, StoreUnusable
 from kvkeep.persistence.lmdb_errors import translate, translate_opening, translated
 
 if TYPE_CHECKING:
+    from kvkeep.persistence.pages import PageCheck
+
     _Inner = lmdb.Transaction[memoryview]
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
 MAX_READERS = 512
 MAX_DATABASES = 64
+OPENING_PAGES = 512
+"""Pages that are checked before LMDB may look at a file; about 25 microseconds each."""
+
+CHECK_TRIES = 20
+REBUILD = "Remove the folder and let it fill again, or put a copy of it back."
 
 
 class Environment:
@@ -43,7 +50,11 @@ class Environment:
     ``read_only`` changes nothing. Where not even the lock file may be written it reads without
     locks: then no other process may write at the same time.
 
-    Raises ``NotAStore``, ``StoreReadOnly``, ``StoreFull`` or another ``StoreUnusable``.
+    The pages next to the roots are checked first, because LMDB would crash on some of them;
+    all of them where the file ends early. See ``check`` for the rest.
+
+    Raises ``NotAStore``, ``StoreReadOnly``, ``StoreFull`` or another ``StoreUnusable``, or
+    ``Damaged`` where the file is cut off or a page is not as it should be.
     """
 
     def __init__(
@@ -126,6 +137,26 @@ class Environment:
         """Bytes of the data file."""
         with translated(self.folder):
             return (self.folder / DATA_FILE).stat().st_size
+
+    def check(self) -> PageCheck:
+        """Check every page of the state that is committed now, without LMDB's help.
+
+        Not ``complete`` where other processes committed so often that none held still.
+        """
+        from kvkeep.persistence.pages import PageCheck, check_pages
+
+        found = PageCheck()
+        for _ in range(CHECK_TRIES):
+            with self._shared.used(write=False), translated(self.folder):
+                held = self._open().begin()
+                try:
+                    file = self.folder / DATA_FILE
+                    found = check_pages(file, deep=True, held=held.id())
+                finally:
+                    held.abort()
+            if found.transaction is not None:
+                break
+        return found
 
     def close(self) -> None:
         """Give the handle back; the last one waits for transactions of other threads, and closes.
@@ -377,8 +408,11 @@ def _open_lmdb(folder: str, map_size: int, read_only: bool) -> lmdb.Environment:
         "metasync": False,
         "mode": 0o700,
     }
+    file = Path(folder) / DATA_FILE
     if read_only:
-        os.stat(os.path.join(folder, DATA_FILE))  # noqa: PTH116, PTH118  (LMDB would make one)
+        file.stat()  # LMDB would make one
+    short = _refuse_damage(file)
+    if read_only:
         try:
             env = lmdb.open(folder, readonly=True, create=False, **options)
         except lmdb.ReadonlyError:
@@ -388,7 +422,31 @@ def _open_lmdb(folder: str, map_size: int, read_only: bool) -> lmdb.Environment:
         env = lmdb.open(folder, **options)
         _tighten(Path(folder))
     env.reader_check()
+    if short and not read_only:
+        _lengthen(env, file)
     return env
+
+
+def _refuse_damage(file: Path) -> bool:
+    """Raise ``Damaged`` where LMDB would crash; whether the file ends before its last page."""
+    from kvkeep.persistence.pages import check_pages
+
+    try:
+        found = check_pages(file, OPENING_PAGES)
+    except FileNotFoundError:
+        return False
+    if found.faults:
+        raise Damaged(f"{file}: {found.faults[0]}", remedy=REBUILD)
+    return found.short
+
+
+def _lengthen(env: lmdb.Environment, file: Path) -> None:
+    """Give pages that were never written their place, so that the next opening is quick."""
+    with suppress(OSError, lmdb.Error), env.begin(write=True):
+        # Nobody else writes now, and nobody maps less than the whole map.
+        end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+        if file.stat().st_size < end:
+            os.truncate(file, end)
 
 
 def _tighten(folder: Path) -> None:

@@ -363,6 +363,7 @@ def test_a_store_that_may_not_be_written_is_read(tmp_path: Path) -> None:
             parent.chmod(parent.stat().st_mode | 0o011)
     try:
         told = script(
+            "import kvkeep.persistence.pages  # which the other user may not be able to read\n"
             "if os.geteuid() == 0:\n"
             "    os.setuid(65534)\n"
             "for read_only in (True, False):\n"
