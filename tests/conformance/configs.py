@@ -410,7 +410,14 @@ METAL_ONLY = {
 
 NOT_CAUSAL = {
     "phi3small": "mlx-lm adds its boolean mask to the scores, where it hides nothing, so that a "
-    "token is also computed from those that follow it in its chunk",
+    "token is also computed from those that follow it in its chunk; open its space with "
+    "`exact=True`, which cuts rows between whole chunks only",
 }
 """Models whose rows depend on later tokens, so that rows cut inside a chunk are not those of a
 shorter prompt."""
+
+EMPTY_CACHES = {
+    "nemotron-nas": "a layer whose attention is replaced by a linear map has a cache that stays "
+    "empty, which cannot be told from a forward that was interrupted: such a model is refused",
+}
+"""Models that make caches which they never fill, in some configurations; not in ours."""

@@ -13,7 +13,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from kvkeep.prefixstore.recipe import read_caches
 from tests.conformance import models
-from tests.conformance.configs import METAL_ONLY, NOT_CAUSAL, UNRUNNABLE
+from tests.conformance.configs import EMPTY_CACHES, METAL_ONLY, NOT_CAUSAL, UNRUNNABLE
 
 SYMBOLS = {
     "D": ("head_dim", "kv_channels", "hidden_size_per_head"),
@@ -70,9 +70,6 @@ mlx-lm loads these model types as another one: {aliases}.
 |---|---|
 {care}
 
-Open the space of such a model with `exact=True`: rows are then cut between whole chunks only,
-where they depend on nothing that follows.
-
 ## Models that were not run
 
 | model | why |
@@ -99,7 +96,7 @@ def document(mlx_lm, rows):
         version=mlx_lm,
         rows="\n".join(rows),
         aliases=", ".join(f"`{a}` as `{b}`" for a, b in sorted(MODEL_REMAPPING.items())),
-        care=_reasons(NOT_CAUSAL),
+        care=_reasons({**NOT_CAUSAL, **EMPTY_CACHES}),
         unrun=_reasons({**METAL_ONLY, **UNRUNNABLE}),
     )
 
