@@ -35,6 +35,7 @@ NONE = (1 << 64) - 1
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8
 BIG, TREE = 1, 2
 INTEGER_KEYS = 8
+FREE = "free pages"
 
 _HEADER = struct.Struct(
     "<"
@@ -189,7 +190,7 @@ class _Walk:
         self._used: list[tuple[int, int]] = [(0, 2)]
         self._free: list[Array] = []
         self._add(meta.main, "main", holds_trees=True)
-        self._add(meta.free, "free pages")
+        self._add(meta.free, FREE)
 
     def step(self) -> None:
         """Check the next page, and note the ones below it."""
@@ -236,7 +237,7 @@ class _Walk:
             return
         if not 0 < depth < 32:
             raise _Fault(f"the tree of {name} has depth {depth}")
-        integers = bool(flags & INTEGER_KEYS)
+        integers = bool(flags & INTEGER_KEYS) or name == FREE
         self.waiting.append(_Job(root, depth, name, integers, holds_trees))
 
     def _read(self, job: _Job) -> bytes:
@@ -272,14 +273,14 @@ class _Walk:
             first = int.from_bytes(page[at : at + 8], "little")
             pages = (HEADER - 1 + size) // self._meta.psize + 1
             self._value(job, first, pages)
-            if self._deep and job.name == "free pages":
+            if self._deep and job.name == FREE:
                 data = os.pread(self._fd, size, first * self._meta.psize + HEADER)
                 self._free_list(job, data)
         for at, size in zip(values[trees].tolist(), sizes[trees].tolist(), strict=True):
             if size != _TREE.size:
                 raise self._fault(job, "holds a tree of another size")
             self._add(page[at : at + size], "a database")
-        if self._deep and job.name == "free pages":
+        if self._deep and job.name == FREE:
             for at, size in zip(values[~big].tolist(), sizes[~big].tolist(), strict=True):
                 self._free_list(job, page[at : at + size])
 

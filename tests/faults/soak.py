@@ -28,7 +28,9 @@ from tests.faults.worker import open_spaces, small_chunks
 
 BUDGET = 3 << 20
 CONVERSATIONS = 64
-MOST_GROWTH = 3
+MOST_GROWTH = 5
+"""Times the budget, which is tiny here: what is written during one read stays until it ends."""
+
 KILL_EVERY = 1.5
 
 
@@ -110,7 +112,7 @@ def check(folder: Path, seen: Counter[str]) -> None:
         seen["bytes in use at the end"] = store.used_bytes
         assert recount(store) == store.used_bytes <= BUDGET
         seen["largest file"] = max(seen["largest file"], store.env.file_bytes())
-    assert seen["largest file"] <= MOST_GROWTH * BUDGET
+    assert seen["largest file"] <= MOST_GROWTH * BUDGET, seen
 
 
 def main() -> None:
