@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.units import count
+from kvkeep.prefixstore.ranges import spelled
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.policy import Decision, LayerLimit
@@ -56,7 +57,7 @@ _SENTENCES = {
 
 
 def _limit(limit: LayerLimit) -> str:
-    layers = ranges([int(path.partition(".")[0]) for path in limit.layers])
+    layers = spelled(limit.layers)
     who = f"{limit.kind} layers {layers}"
     if limit.reason == "below_floor":
         return f"{who} changed precision later than that"
@@ -67,18 +68,3 @@ def _limit(limit: LayerLimit) -> str:
             limit.offset
         )
     return f"{who} have no rows beyond {count(limit.offset)}"
-
-
-def ranges(numbers: list[int]) -> str:
-    """Layer numbers in few characters.
-
-    >>> ranges([0, 1, 2, 4, 6, 7])
-    '0-2,4,6-7'
-    """
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

@@ -15,7 +15,8 @@ from kvkeep.prefixstore.sizes import format_size
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.browse import SpaceInfo
-    from kvkeep.prefixstore.report import Report, Totals
+    from kvkeep.prefixstore.report import Report
+    from kvkeep.prefixstore.totals import Totals
 
 
 @click.command("report")

@@ -107,6 +107,7 @@ def command(
         answer = Answer()
         if generate:
             _generate(loaded, choice, hit, generate, started, answer)
+            space.measured(answer.read_tokens, answer.read_seconds)
         lines = _cold(len(tokens)) if cold else _facts(hit.decision, restored, answer)
         if answer.first_token is not None:
             lines.append(f"First token after {duration(answer.first_token)}")

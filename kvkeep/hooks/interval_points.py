@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ class IntervalPoints:
     one of these, each chunk's end becomes a resume point, except the last, which is the
     caller's to store. ``tokens[:start]`` are in ``caches`` before the prefill begins;
     ``then`` is called with the same progress afterwards.
+
+    The time between calls tells the space how fast the model reads, for its reports.
     """
 
     def __init__(
@@ -32,15 +35,18 @@ class IntervalPoints:
         """The offset of each resume point, and what became of it."""
         self._space, self._tokens, self._caches = space, tokens, caches
         self._start, self._then = start, then
+        self._done, self._since = 0, time.perf_counter()
 
     def __call__(self, done: int, total: int) -> None:
         """Store a resume point where one is due."""
+        self._space.measured(done - self._done, time.perf_counter() - self._since)
         if 0 < done < total and needs_points(self._caches):
             offset = self._start + done
             receipt = self._space.snapshot(self._tokens[:offset], self._caches, origin="interval")
             self.receipts.append((offset, receipt))
         if self._then is not None:
             self._then(done, total)
+        self._done, self._since = done, time.perf_counter()
 
 
 def needs_points(caches: Sequence[Any]) -> bool:

@@ -84,7 +84,7 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
     for key, value in txn.items("spaces"):
         record = msgpack.unpackb(value, use_list=False)
         identity = Identity(tuple(record["fields"]), record["label"])
-        found = [node for node, _ in _nodes(txn, key)]
+        found = list(nodes(txn, key))
         inner = {layout.from_u64(node.key[16:24]) for node in found}
         recipes = {r for node in found for r in node.recipes}
         yield SpaceInfo(
@@ -94,7 +94,7 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
             kinds=_kinds(txn, recipes),
             conversations=sum(node.id not in inner for node in found),
             nodes=len(found),
-            bytes=sum(_bytes(node) for node in found),
+            bytes=sum(bytes_of(node) for node in found),
             created=record["created"],
             last_use=max((_last_use(txn, node) for node in found), default=0.0),
         )
@@ -103,7 +103,7 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
 def conversations(txn: Transaction) -> Iterator[Conversation]:
     """Every leaf of the trie."""
     for key in txn.keys("spaces"):
-        found = [node for node, _ in _nodes(txn, key)]
+        found = list(nodes(txn, key))
         inner = {layout.from_u64(node.key[16:24]) for node in found}
         for node in found:
             if node.id not in inner:
@@ -112,7 +112,7 @@ def conversations(txn: Transaction) -> Iterator[Conversation]:
                     space=key.hex(),
                     tokens=node.stop,
                     own_tokens=len(node.tokens),
-                    bytes=_bytes(node),
+                    bytes=bytes_of(node),
                     points=len(node.points),
                     kinds=_kinds(txn, set(node.recipes)),
                     last_use=_last_use(txn, node),
@@ -148,7 +148,7 @@ def conversation_tokens(txn: Transaction, conversation: str) -> list[int]:
     """The tokens of a conversation, by the id that ``conversations`` gave. Empty if unknown."""
     wanted = int(conversation, 16)
     for key in txn.keys("spaces"):
-        by_id = {node.id: node for node, _ in _nodes(txn, key)}
+        by_id = {node.id: node for node in nodes(txn, key)}
         if wanted in by_id:
             out: list[int] = []
             at = wanted
@@ -159,15 +159,17 @@ def conversation_tokens(txn: Transaction, conversation: str) -> list[int]:
     return []
 
 
-def _nodes(txn: Transaction, space: bytes) -> Iterator[tuple[Node, int]]:
+def nodes(txn: Transaction, space: bytes) -> Iterator[Node]:
+    """The readable nodes of a space; their arrays are valid as long as ``txn``."""
     for key, data in txn.items("nodes", prefix=space):
         try:
-            yield unpack(key, data), len(data)
+            yield unpack(key, data)
         except (CorruptFrame, NewerFormat):
             continue
 
 
-def _bytes(node: Node) -> int:
+def bytes_of(node: Node) -> int:
+    """Bytes of the rows and states that a node owns."""
     return int(node.refs["size"].sum()) + sum(p.size for p in node.points)
 
 

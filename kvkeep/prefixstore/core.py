@@ -30,7 +30,7 @@ class Core:
         """The parts of a store on ``env``."""
         quarantine = Quarantine(env)
         writer = Writer(env, limits, quarantine)
-        return Core(env, quarantine, writer, EventLog(env, writer.call))
+        return Core(env, quarantine, writer, EventLog(env, writer.call, writer.later))
 
     def register(self, found: Identity) -> None:
         """Write down a space that something is about to be stored in."""

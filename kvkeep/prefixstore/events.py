@@ -1,104 +1,301 @@
-"""Lookup and snapshot events: one small record each, in a bounded ring in the store.
+"""The ring of events in a store: bounded, shared by processes, always on.
 
-An event holds numerator and denominator together and no prompt text, so that every total is
-a sum over the same records. Events are written in batches by the writer's thread.
+A caller only hands an event over; the writer's thread writes what gathered, in batches. Each
+write also counts the events into totals of their spaces, which outlive the ring.
+
+Keys sort in the order of writing, whatever clocks do: the time of the event, or one more than
+the last key where that is not later. So a read from a time on starts at a key, and a clock
+that was wrong for a while neither reorders the ring nor keeps it from being trimmed.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import msgpack
 
+from kvkeep.errors import KvkeepError
 from kvkeep.persistence.environment import Environment, Transaction
 from kvkeep.prefixstore import layout
-from kvkeep.prefixstore.ledger import Ledger
+from kvkeep.prefixstore.event import Event
+from kvkeep.prefixstore.identity import Identity
+from kvkeep.prefixstore.ledger import Ledger, counter
 from kvkeep.prefixstore.records import detach, unpack
+from kvkeep.prefixstore.totals import Totals
+
+log = logging.getLogger("kvkeep")
 
 RING = 100_000
 BATCH = 64
+MOST_ASKED = 4096
+"""Spaces that were asked and never stored in, whose fields are kept for reports."""
 
+JUMP = 600.0
+"""Seconds that one event may be older than another before it: processes write in batches."""
 
-@dataclass(frozen=True)
-class Event:
-    """One lookup or snapshot. Tokens count positions, ``seconds`` is the time it took."""
+AHEAD = 60.0
+"""Seconds that an event may lie in the future of the one who reads it."""
 
-    what: str  # "lookup" or "snapshot"
-    time: float
-    space: bytes
-    reason: str
-    prompt: int = 0
-    matched: int = 0
-    resumed: int = 0
-    new: int = 0
-    known: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    kinds: str = ""
+NUMBER, LAST, LOST = "events", "events_last", "events_lost"
+TOTALS, RATE, ASKED = b"totals/", b"rate/", b"asked/"
+"""Names in ``meta``: events ever written, the last key's first half, events that could not be
+written; and, with a space id behind them, its totals, its prefill rate, its fields."""
 
-    def pack(self) -> bytes:
-        """The event as msgpack, fields in order."""
-        return bytes(msgpack.packb([getattr(self, f.name) for f in fields(self)]))
-
-    @staticmethod
-    def unpack(data: Any) -> Event | None:
-        """The event, or ``None`` where the record is not one of ours."""
-        try:
-            return Event(*msgpack.unpackb(data))
-        except (ValueError, TypeError):
-            return None
+Task = Callable[[], None]
 
 
 class EventLog:
-    """Collects events and uses, and writes them in batches through ``run``."""
+    """Collects events and uses, and writes them in batches on the writer's thread.
 
-    def __init__(self, env: Environment, run: Callable[[Callable[[], None]], None]) -> None:
+    ``run`` runs a task there at once; ``later`` once nothing else came for a moment. ``keeps``
+    is how many token ids a lookup keeps of what was asked where the prompts part: none, unless
+    the store was opened so.
+    """
+
+    def __init__(
+        self, env: Environment, run: Callable[[Task], None], later: Callable[[Task], None]
+    ) -> None:
         self._env = env
-        self._run = run
+        self._run, self._later = run, later
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._used: dict[bytes, int] = {}
-        self._number = 0
+        self._rates: dict[bytes, Rate] = {}
+        self._identities: dict[bytes, Identity] = {}
+        self._lost = 0
+        self.keeps = 0
 
     def add(self, event: Event, used: tuple[bytes, ...] = ()) -> None:
-        """Note an event, and the keys of the nodes that it used; nothing in a read-only store."""
+        """Note an event, and the keys of the nodes that it used. A reader notes nothing."""
         if self._env.read_only:
             return
         with self._lock:
             self._events.append(event)
             self._used.update(dict.fromkeys(used, time.time_ns()))
-            due = len(self._events) >= BATCH
-        if due:
+            gathered = len(self._events)
+        if gathered >= BATCH:
             self._run(self.write)
+        elif gathered == 1:
+            self._later(self.write)
+
+    def know(self, identity: Identity) -> None:
+        """Remember what a space is, for events of one that nothing was ever stored in."""
+        self._identities[identity.id] = identity
+
+    def rate(self, space: bytes) -> float:
+        """The measured prefill rate of a space in tokens a second; 0 where unknown."""
+        return self._rate(space).speed
+
+    def measured(self, space: bytes, tokens: int, seconds: float) -> None:
+        """Count a stretch of prefill towards the rate of a space."""
+        self._rates[space] = self._rate(space).plus(tokens, seconds)
 
     def write(self) -> None:
-        """Write what was collected, in one transaction."""
+        """Write what was collected, in one transaction. What cannot be written is counted."""
         with self._lock:
             events, self._events = self._events, []
             used, self._used = self._used, {}
         if not events and not used:
             return
-        with self._env.begin(write=True) as txn:
-            ledger = Ledger(txn)
-            for node_key, when in used.items():
-                data = txn.get("nodes", node_key)
-                if data is not None:
-                    ledger.touch([detach(unpack(node_key, data))], when)
-            for event in events:
-                self._number += 1
-                txn.put("events", layout.pair(int(event.time * 1e9), self._number), event.pack())
-            excess = txn.count("events") - RING
-            for key in list(txn.keys("events"))[: max(0, excess)]:
-                txn.delete("events", key)
+        try:
+            with self._env.begin(write=True) as txn:
+                _touch(txn, used)
+                append(txn, events)
+                self._keep(txn, {event.space for event in events})
+                if self._lost:
+                    txn.put("meta", LOST.encode(), layout.u64(counter(txn, LOST) + self._lost))
+            self._lost = 0
+        except KvkeepError as error:
+            self._lost += len(events)
+            log.warning("kvkeep: %d events were not written: %s", len(events), error.problem)
+
+    def _rate(self, space: bytes) -> Rate:
+        found = self._rates.get(space)
+        if found is not None:
+            return found
+        try:
+            with self._env.begin() as txn:
+                found = Rate.unpack(txn.get("meta", RATE + space))
+        except KvkeepError:
+            return Rate()
+        return self._rates.setdefault(space, found)
+
+    def _keep(self, txn: Transaction, spaces: set[bytes]) -> None:
+        for space in spaces:
+            rate = self._rates.get(space)
+            if rate is not None and rate.tokens:
+                txn.put("meta", RATE + space, rate.pack())
+            identity = self._identities.pop(space, None)
+            if identity is not None and txn.get("spaces", space) is None:
+                _describe(txn, identity)
 
 
-def read_events(txn: Transaction, since: float = 0.0) -> Iterator[Event]:
-    """The events from ``since`` (seconds since the epoch) on, oldest first."""
-    for _, value in txn.items("events", start=layout.pair(int(since * 1e9), 0)):
+@dataclass(frozen=True)
+class Rate:
+    """Tokens that a model read, and the seconds that took; old ones fade."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    FADES = 65_536
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second; 0 where nothing was measured."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def plus(self, tokens: int, seconds: float) -> Rate:
+        """With one more stretch of reading. What takes no time or reads nothing is left out."""
+        if tokens <= 0 or seconds <= 0:
+            return self
+        old = 0.5 if self.tokens > self.FADES else 1.0
+        return Rate(old * self.tokens + tokens, old * self.seconds + seconds)
+
+    def pack(self) -> bytes:
+        """The two numbers as msgpack."""
+        return bytes(msgpack.packb([self.tokens, self.seconds]))
+
+    @staticmethod
+    def unpack(data: memoryview | None) -> Rate:
+        """The numbers of ``pack``; none where they are missing or make no sense."""
+        try:
+            tokens, seconds = msgpack.unpackb(data) if data is not None else (0, 0)
+            rate = Rate(float(tokens), float(seconds))
+        except (ValueError, TypeError, msgpack.UnpackException):
+            return Rate()
+        return rate if 0 <= rate.speed < float("inf") else Rate()
+
+
+def append(txn: Transaction, events: Sequence[Event]) -> None:
+    """Write events into the ring and count them into the totals, in a write transaction."""
+    if not events:
+        return
+    if not counter(txn, NUMBER):
+        _count_older(txn)
+    number, last = counter(txn, NUMBER), counter(txn, LAST)
+    counted: dict[bytes, Totals] = {}
+    for event in events:
+        number += 1
+        last = max(_nanoseconds(event.time), last + 1)
+        txn.put("events", layout.pair(last, number), event.pack(), append=True)
+        counted.setdefault(event.space, Totals()).add(event)
+    txn.put("meta", NUMBER.encode(), layout.u64(number))
+    txn.put("meta", LAST.encode(), layout.u64(last))
+    for space, part in counted.items():
+        data = txn.get("meta", TOTALS + space)
+        known = Totals.unpack(data) if data is not None else None
+        if known is not None:
+            part.merge(known)
+        txn.put("meta", TOTALS + space, part.pack())
+    excess = txn.count("events") - RING
+    for key in list(islice(txn.keys("events"), max(0, excess))):
+        txn.delete("events", key)
+
+
+@dataclass
+class Gaps:
+    """What a reading of the ring could not vouch for.
+
+    ``unreadable`` records were skipped. ``ahead`` events lie in the future. ``jumps`` times
+    the clock went back. ``lost`` events could not be written. ``trimmed`` ones have fallen
+    out of the ring; ``oldest`` is the time of the oldest that was read, 0 without any.
+    """
+
+    unreadable: int = 0
+    ahead: int = 0
+    jumps: int = 0
+    lost: int = 0
+    trimmed: int = 0
+    oldest: float = 0.0
+
+
+def read_events(
+    txn: Transaction, since: float = 0.0, gaps: Gaps | None = None, after: bytes = b""
+) -> Iterator[tuple[bytes, Event]]:
+    """Keys and events from ``since`` (seconds since the epoch) on, in the order of writing.
+
+    ``after`` is the key of an event that was read before. ``gaps`` is filled in meanwhile.
+    """
+    gaps = gaps if gaps is not None else Gaps()
+    gaps.lost = counter(txn, LOST)
+    gaps.trimmed = max(0, counter(txn, NUMBER) - txn.count("events"))
+    latest, now = 0.0, time.time()
+    start = max(layout.pair(_nanoseconds(since), 0), after + b"\0" if after else b"")
+    for key, value in txn.items("events", start=start):
+        event = Event.unpack(value)
+        if event is None:
+            gaps.unreadable += 1
+            continue
+        if event.time < latest - JUMP:
+            gaps.jumps += 1
+            latest = event.time
+        latest = max(latest, event.time)
+        if event.time < since:
+            continue
+        gaps.ahead += event.time > now + AHEAD
+        gaps.oldest = min(gaps.oldest or event.time, event.time)
+        yield key, event
+
+
+def all_totals(txn: Transaction) -> dict[bytes, Totals]:
+    """Totals by space since the store was made, also of events that left the ring."""
+    found = {}
+    for key, value in txn.items("meta", prefix=TOTALS):
+        totals = Totals.unpack(value)
+        if totals is not None:
+            found[key[len(TOTALS) :]] = totals
+    return found
+
+
+def asked_spaces(txn: Transaction) -> dict[bytes, Identity]:
+    """Spaces that events speak of and that nothing was stored in."""
+    found = {}
+    for key, value in txn.items("meta", prefix=ASKED):
+        record = msgpack.unpackb(value, use_list=False)
+        found[key[len(ASKED) :]] = Identity(tuple(record["fields"]), record["label"])
+    return found
+
+
+def rates(txn: Transaction) -> dict[bytes, float]:
+    """Prefill rates by space, in tokens a second."""
+    prefix = len(RATE)
+    return {k[prefix:]: Rate.unpack(v).speed for k, v in txn.items("meta", prefix=RATE)}
+
+
+def _count_older(txn: Transaction) -> None:
+    """Bring a ring that an older kvkeep wrote, without totals, up to this version."""
+    older: dict[bytes, Totals] = {}
+    last = number = 0
+    for key, value in txn.items("events"):
+        number, last = number + 1, layout.from_pair(key)[0]
         event = Event.unpack(value)
         if event is not None:
-            yield event
+            older.setdefault(event.space, Totals()).add(event)
+    for space, total in older.items():
+        txn.put("meta", TOTALS + space, total.pack())
+    txn.put("meta", NUMBER.encode(), layout.u64(number))
+    txn.put("meta", LAST.encode(), layout.u64(last))
+
+
+def _describe(txn: Transaction, identity: Identity) -> None:
+    key = ASKED + identity.id
+    if txn.get("meta", key) is None and len(list(txn.keys("meta", prefix=ASKED))) < MOST_ASKED:
+        record = {"fields": identity.fields, "label": identity.label}
+        txn.put("meta", key, msgpack.packb(record))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return min(max(int(seconds * 1e9), 0), (1 << 63) - 1)
+
+
+def _touch(txn: Transaction, used: dict[bytes, int]) -> None:
+    ledger = Ledger(txn)
+    for node_key, when in used.items():
+        data = txn.get("nodes", node_key)
+        if data is not None:
+            ledger.touch([detach(unpack(node_key, data))], when)

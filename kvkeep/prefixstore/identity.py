@@ -130,6 +130,11 @@ def resolve(path: str | PathLike[str]) -> Path:
         ) from error
 
 
+def salt_digest(salt: str) -> str:
+    """What a space keeps of a tenant's salt; empty for none."""
+    return _digest(b"kvkeep salt\0" + salt.encode()) if salt else ""
+
+
 def weights_digest(folder: Path, remember: Remember) -> str:
     """A fingerprint of every ``.safetensors`` shard in ``folder``."""
     return _folder_digest(folder, ("*.safetensors",), remember)
@@ -164,7 +169,7 @@ def _identity(
     if plan:
         fields["plan"] = plan
     if salt:
-        fields["salt"] = _digest(b"kvkeep salt\0" + salt.encode())
+        fields["salt"] = salt_digest(salt)
     return Identity(tuple(sorted(fields.items())), label)
 
 

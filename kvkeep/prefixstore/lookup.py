@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 from kvkeep.errors import Damaged
@@ -20,11 +21,18 @@ ATTEMPTS = 32
 
 @dataclass(frozen=True)
 class Found:
-    """What a lookup decided, the keys of the nodes that it used, and what it rebuilt."""
+    """What a lookup decided, the keys of the nodes that it used, and what it rebuilt.
+
+    ``node`` is the id of the deepest of them, ``origin`` what the resume point was, empty away
+    from one; rebuilding took ``seconds``.
+    """
 
     decision: Decision
     used: tuple[bytes, ...] = ()
     rebuilt: Rebuilt | None = None
+    node: int = 0
+    origin: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,15 +61,19 @@ class Lookup:
                 choice, path, facts = self._decide(txn, tokens, minimum)
                 decision = _scarred(choice.decision, scar)
                 used = tuple(node.key for node in path.nodes)
+                node = path.nodes[-1].id if path.nodes else 0
                 if choice.candidate is None:
-                    return Found(self._named(txn, tokens, decision, path), used)
+                    return Found(self._named(txn, tokens, decision, path), used, node=node)
                 held = facts.held[choice.candidate]
                 point = None
                 if choice.point is not None:
                     point = next(p for p in held.points if p.offset == decision.offset)
+                started = time.perf_counter()
                 try:
                     rebuilt = rebuild(txn, self.identity.id, held, point, decision.offset)
-                    return Found(decision, used, rebuilt)
+                    origin = point.origin if point is not None else ""
+                    seconds = time.perf_counter() - started
+                    return Found(decision, used, rebuilt, node, origin, seconds)
                 except BrokenChunk as broken:
                     self.quarantine.add(broken)
                     scar = Reason.NEWER_FORMAT if broken.newer else Reason.CORRUPT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import pairwise
 
 from kvkeep.codecs.base import merged
@@ -18,6 +19,7 @@ __all__ = [
     "intersect",
     "merged",
     "pieces",
+    "spelled",
     "subtract",
     "total",
 ]
@@ -66,3 +68,19 @@ def pieces(ranges: Ranges, step: int, cuts: Iterable[int] = ()) -> list[Range]:
         edges = [start, *sorted(set(inner)), stop]
         out += pairwise(edges)
     return out
+
+
+@lru_cache(maxsize=256)
+def spelled(layers: tuple[str, ...]) -> str:
+    """The numbers of layers, given by their paths, in few characters.
+
+    >>> spelled(("0", "1", "2", "4.0", "4.1", "6", "7"))
+    '0-2,4,6-7'
+    """
+    runs: list[list[int]] = []
+    for number in sorted({int(path.partition(".")[0]) for path in layers}):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

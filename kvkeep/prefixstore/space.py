@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,14 +13,24 @@ from typing import Any
 from kvkeep.errors import KvkeepError, OffsetMismatch, Refused, StoreClosed
 from kvkeep.prefixstore.batch import take_row
 from kvkeep.prefixstore.core import Core
-from kvkeep.prefixstore.events import Event
+from kvkeep.prefixstore.event import (
+    LOOKUP,
+    MEMORY,
+    RESTORE,
+    SNAPSHOT,
+    STORE,
+    Event,
+    request_id,
+)
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.lookup import Found, Lookup
 from kvkeep.prefixstore.policy import Decision, Reason
 from kvkeep.prefixstore.prepare import prepare
+from kvkeep.prefixstore.ranges import spelled
 from kvkeep.prefixstore.receipt import Receipt
 from kvkeep.prefixstore.recipe import kind_tree, refuse_stale
 from kvkeep.prefixstore.tokens import Tokens, as_tokens, common_prefix
+from kvkeep.prefixstore.trie import walk
 
 log = logging.getLogger("kvkeep")
 
@@ -34,6 +45,8 @@ class Hit:
     With a draft model, ``draft`` are its caches and ``draft_offset`` the tokens that they
     cover: it may lag, and then still has to read ``tokens[draft_offset:offset]``. Where no
     draft cache is stored, ``draft`` is ``None`` and its caches are made anew.
+
+    ``request`` names the lookup in reports: ``kvkeep why REQUEST`` explains it later.
     """
 
     caches: list[Any] | None
@@ -42,6 +55,7 @@ class Hit:
     decision: Decision
     draft: list[Any] | None = None
     draft_offset: int = 0
+    request: str = ""
 
 
 class Space:
@@ -62,6 +76,7 @@ class Space:
         self._layout = layout
         self._step = step
         self._lookup = Lookup(core.env, identity, step, core.quarantine)
+        core.events.know(identity)
 
     def snapshot(
         self,
@@ -70,6 +85,7 @@ class Space:
         origin: str = "prompt",
         prefilled: int | None = None,
         row: int | None = None,
+        request: str | None = None,
     ) -> Receipt:
         """Store ``caches``, which cover ``tokens``.
 
@@ -88,6 +104,8 @@ class Space:
         In chunk-aligned mode only whole prefill steps are stored. ``prefilled`` says how many
         leading tokens a prefill computed; without it all of them, and none of an ``output``.
 
+        ``request`` is the id of the lookup that this belongs to (``Hit.request``).
+
         Raises ``Refused`` for caches that cannot be stored exactly. A failure of the store
         raises nothing: the receipt says that it was not stored, and why.
         """
@@ -101,25 +119,31 @@ class Space:
                 self.draft._take(ids, drafted, origin, prefilled)
         started = time.perf_counter()
         receipt = self._take(ids, caches, origin, prefilled)
-        self._core.writer.call(lambda: self._note(len(ids), receipt, started))
+        named = request_id(request)
+        self._core.writer.call(lambda: self._note(ids, receipt, started, origin, named))
         return receipt
 
-    def resume(self, tokens: Any, minimum: int = 1) -> Hit:
+    def resume(self, tokens: Any, minimum: int = 1, request: str | None = None) -> Hit:
         """The longest stored prefix of ``tokens`` that can really be resumed, rebuilt.
 
         Resumes at most ``len(tokens) - 1`` positions, and nothing below ``minimum``. A
-        failure of the store or damage in it is a miss, or the next best offset.
+        failure of the store or damage in it is a miss, or the next best offset. ``request``
+        names the lookup in reports; without it an id is made up.
         """
         ids = as_tokens(tokens)
+        named = request_id(request) or os.urandom(6).hex()
         started = time.perf_counter()
         found = self._find(ids, minimum)
-        self._count(found, len(ids), started)
+        self._count(LOOKUP, found, ids, started, named)
         offset, rest = found.decision.offset, ids[found.decision.offset :].tolist()
         if found.rebuilt is None:
-            return Hit(None, offset, rest, found.decision)
+            return Hit(None, offset, rest, found.decision, request=named)
         drafted = Found(found.decision)
         if self.draft is not None:
+            started = time.perf_counter()
             drafted = self.draft._find(ids[: offset + 1], 1)
+            if drafted.rebuilt is not None:
+                self.draft._count(RESTORE, drafted, ids[: offset + 1], started, named)
         return Hit(
             found.rebuilt.caches,
             offset,
@@ -127,6 +151,7 @@ class Space:
             found.decision,
             drafted.rebuilt.caches if drafted.rebuilt is not None else None,
             drafted.decision.offset if drafted.rebuilt is not None else 0,
+            named,
         )
 
     def explain(self, tokens: Any, minimum: int = 1) -> Decision:
@@ -134,6 +159,25 @@ class Space:
         ids = as_tokens(tokens)
         self._await_queued(ids)
         return self._lookup.explain(ids, minimum)
+
+    def served(self, decision: Decision, seconds: float, request: str | None = None) -> str:
+        """Count a lookup that a server answered from memory, without the store.
+
+        ``decision`` says what was resumed of what was asked, and why not more; handing it
+        over took ``seconds``. Answers the request's id.
+        """
+        named = request_id(request) or os.urandom(6).hex()
+        started = time.perf_counter() - seconds
+        self._count(LOOKUP, Found(decision), None, started, named, tier=MEMORY)
+        return named
+
+    def measured(self, tokens: int, seconds: float) -> None:
+        """Say that the model read ``tokens`` of a prompt in ``seconds``.
+
+        From such measurements reports estimate what resuming saved. Nothing else is counted
+        by it.
+        """
+        self._core.events.measured(self.id, tokens, seconds)
 
     def _take(
         self, ids: Tokens, caches: Sequence[Any], origin: str, prefilled: int | None
@@ -190,35 +234,71 @@ class Space:
                 remedy="Open a space whose layout is that of the model's own caches.",
             )
 
-    def _note(self, tokens: int, receipt: Receipt, started: float) -> None:
+    def _note(
+        self, ids: Tokens, receipt: Receipt, started: float, origin: str, request: str
+    ) -> None:
+        taken = time.perf_counter() - started
+        node = 0
+        if receipt.stored:
+            with self._core.env.begin() as txn:
+                nodes = walk(txn, self.id, ids).nodes
+                node = nodes[-1].id if nodes else 0
         self._core.events.add(
             Event(
-                "snapshot",
+                SNAPSHOT,
                 time.time(),
                 self.id,
                 receipt.reason,
-                prompt=tokens,
+                prompt=len(ids),
                 new=receipt.tokens_new if receipt.stored else 0,
                 known=receipt.tokens_known,
                 nbytes=receipt.bytes_written,
-                seconds=time.perf_counter() - started,
+                seconds=taken,
+                origin=origin,
+                tier=STORE if receipt.stored else "",
+                request=request,
+                rate=self._core.events.rate(self.id),
+                node=node,
             )
         )
 
-    def _count(self, found: Found, tokens: int, started: float) -> None:
-        decision = found.decision
+    def _count(
+        self,
+        what: str,
+        found: Found,
+        ids: Tokens | None,
+        started: float,
+        request: str,
+        tier: str = STORE,
+    ) -> None:
+        decision, limits = found.decision, found.decision.limits
         self._core.events.add(
             Event(
-                "lookup",
+                what,
                 time.time(),
                 self.id,
                 decision.why,
-                prompt=tokens,
+                prompt=decision.prompt_tokens,
                 matched=decision.matched,
                 resumed=decision.offset,
                 nbytes=found.rebuilt.bytes_read if found.rebuilt is not None else 0,
                 seconds=time.perf_counter() - started,
-                kinds=",".join(sorted({limit.kind for limit in decision.limits})),
+                kinds=",".join(sorted({limit.kind for limit in limits})) if limits else "",
+                layers=spelled(limits[0].layers) if limits else "",
+                limit=limits[0].offset if limits else 0,
+                rule=str(limits[0].reason) if limits else "",
+                origin=found.origin,
+                tier=tier if decision.offset else "",
+                request=request,
+                rate=self._core.events.rate(self.id),
+                node=found.node,
+                rebuild=found.seconds,
+                asked=_asked(ids, decision.matched, self._core.events.keeps),
             ),
             found.used,
         )
+
+
+def _asked(ids: Tokens | None, matched: int, keeps: int) -> tuple[int, ...]:
+    """The ids that the prompt had where it parted, as many as are kept."""
+    return tuple(ids[matched:][:keeps].tolist()) if keeps and ids is not None else ()

@@ -15,12 +15,12 @@ from kvkeep.errors import KvkeepError
 from kvkeep.persistence.environment import Environment
 from kvkeep.prefixstore import browse, identity, layout, recount
 from kvkeep.prefixstore.core import Core
-from kvkeep.prefixstore.events import read_events
+from kvkeep.prefixstore.event import LONGEST
 from kvkeep.prefixstore.evict import Evicted, evict
 from kvkeep.prefixstore.ledger import Ledger, counter
 from kvkeep.prefixstore.opening import Marker, find_or_make
 from kvkeep.prefixstore.recipe import kind_tree
-from kvkeep.prefixstore.report import Report, count
+from kvkeep.prefixstore.report import Filter, Report, build
 from kvkeep.prefixstore.sizes import parse_size
 from kvkeep.prefixstore.space import Space
 from kvkeep.prefixstore.tokens import as_tokens
@@ -34,12 +34,16 @@ def open_store(
     *,
     disk_reserve: int | str = "1GiB",
     read_only: bool = False,
+    event_tokens: int = 0,
 ) -> Store:
     """Open the store in folder ``path``, or make one there.
 
     ``max_bytes`` is the byte budget, a number or a size such as ``"50GB"``. Without it an
     existing store keeps its own, and a new one takes 64 GiB or half of what is free on the
     disk, whichever is less. ``disk_reserve`` bytes of the disk stay free.
+
+    Events hold no text and no tokens. With ``event_tokens`` a lookup keeps so many token ids,
+    at most 64, from where its prompt left what is stored, for ``kvkeep why REQUEST`` to show.
 
     Raises ``StoreUnusable`` (``NotAStore``, ``StoreTooNew``, ``StoreReadOnly`` …).
     """
@@ -53,7 +57,9 @@ def open_store(
         folder, map_size=marker.map_bytes, databases=layout.DATABASES, read_only=read_only
     )
     try:
-        return Store(env, Limits(_settle_budget(env, budget, marker), reserve))
+        store = Store(env, Limits(_settle_budget(env, budget, marker), reserve))
+        store._core.events.keeps = min(max(event_tokens, 0), LONGEST)
+        return store
     except BaseException:
         env.close()
         raise
@@ -158,15 +164,19 @@ class Store:
                     return Space(self._core, identity.Identity(fields, info.label), ())
         raise KvkeepError(f"No space has the id {space}", remedy="`kvkeep ls` shows them.")
 
-    def report(self, since: float = 0.0) -> Report:
-        """Totals of the lookups and snapshots from ``since`` (seconds since the epoch) on."""
+    def report(
+        self, since: float = 0.0, *, salt: str | None = None, space: str | None = None
+    ) -> Report:
+        """Totals of what was looked up, stored and evicted from ``since`` on (seconds since the
+        epoch), as far back as the ring of events goes.
+
+        With ``salt`` only that tenant's spaces, with ``space`` only those whose hexadecimal
+        ids begin so: nothing of any other is in the report.
+        """
         self.flush()
+        only = Filter(identity.salt_digest(salt) if salt is not None else None, space)
         with self.env.begin() as txn:
-            total, by_space = count(read_events(txn, since))
-            labels = {info.id: info.label for info in browse.spaces(txn)}
-            used = counter(txn, "used")
-            aside = txn.count("quarantine")
-        return Report(since, total, by_space, labels, used, self.max_bytes, aside)
+            return build(txn, self.max_bytes, since, only)
 
     def spaces(self) -> list[browse.SpaceInfo]:
         """Every space, with what it keeps."""

@@ -38,6 +38,7 @@ log = logging.getLogger("kvkeep")
 QUEUE_BYTES = 4 << 30
 ONE_TRANSACTION = 16 << 20
 ORPHAN_SECONDS = 3600.0
+IDLE_SECONDS = 1.0
 
 Task = Callable[[], None]
 
@@ -61,6 +62,7 @@ class Writer:
         self._queued: list[Prepared] = []
         self._room = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._later: tuple[float, Task] | None = None
         self._seal = ThreadPoolExecutor(2, "kvkeep-seal")
 
     def queued(self, space: bytes) -> list[Prepared]:
@@ -68,11 +70,11 @@ class Writer:
         with self._room:
             return [p for p in self._queued if p.snapshot.space == space]
 
-    def submit(self, prepared: Prepared) -> Receipt:
-        """Accept a snapshot. Waits while the queue holds more bytes than it may."""
+    def submit(self, prepared: Prepared, wait: bool = True) -> Receipt:
+        """Accept a snapshot; with ``wait``, once the queue has room for it."""
         receipt = Receipt(prepared.tokens_new, prepared.tokens_known)
         with self._room:
-            while self._queued and self._bytes() + prepared.nbytes > QUEUE_BYTES:
+            while wait and self._queued and self._bytes() + prepared.nbytes > QUEUE_BYTES:
                 self._room.wait()
             self._queued.append(prepared)
         self.call(lambda: self._store(prepared, receipt))
@@ -86,13 +88,34 @@ class Writer:
                 self._thread.start()
         self._tasks.put(task)
 
-    def flush(self) -> None:
-        """Return once everything accepted so far is durable or refused."""
+    def later(self, task: Task) -> None:
+        """Run ``task`` once, in a second or as soon after it as nothing else is to do."""
+        self._later = (time.monotonic() + IDLE_SECONDS, task)
+        self.call(_nothing)
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Snapshots that are accepted and not yet published, and their bytes in memory."""
+        with self._room:
+            return len(self._queued), self._bytes()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another snapshot had better be left out than wait for its turn."""
+        return self.waiting[1] >= QUEUE_BYTES // 2
+
+    def settled(self, prepared: Prepared) -> None:
+        """Return once ``prepared`` is published or refused."""
+        with self._room:
+            self._room.wait_for(lambda: not any(p is prepared for p in self._queued))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything accepted so far is durable or refused; whether it is."""
         if self._thread is None or not self._thread.is_alive():
-            return
+            return True
         done = threading.Event()
         self._tasks.put(done.set)
-        done.wait()
+        return done.wait(timeout)
 
     def close(self) -> None:
         """Flush, and end the thread."""
@@ -106,11 +129,21 @@ class Writer:
         return sum(p.nbytes for p in self._queued)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._next()) is not None:
             try:
                 task()
             except Exception:
                 log.exception("kvkeep: a write task failed; the store is as before it")
+
+    def _next(self) -> Task | None:
+        later = self._later
+        if later is None:
+            return self._tasks.get()
+        try:
+            return self._tasks.get(timeout=max(0.0, later[0] - time.monotonic()))
+        except queue.Empty:
+            self._later = None
+            return later[1]
 
     def _store(self, prepared: Prepared, receipt: Receipt) -> None:
         try:
@@ -282,6 +315,10 @@ def _gone(pid: int) -> bool:
     except PermissionError:
         return False
     return False
+
+
+def _nothing() -> None:
+    """Wakes the thread, so that it looks for what is to be done later."""
 
 
 def _chunk(row: RowDraft, chunk: int, data: Any) -> Chunk:

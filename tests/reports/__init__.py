@@ -1,0 +1,1 @@
+"""Events and what is made of them: reports, pages, metrics."""
