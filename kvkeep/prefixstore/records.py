@@ -17,9 +17,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore.ranges import Ranges
 
 VERSION = 1
+RECIPE_ID = 16
+MOST_POINTS = 1 << 14
+MOST_RECORD = 1 << 28
+"""Bytes of a record. A node of a million tokens has a few MiB."""
 
 _HEAD = struct.Struct(
     "<"
@@ -145,24 +150,61 @@ def unpack(key: bytes, data: memoryview | bytes) -> Node:
     digest, version, width, n_refs, n_meta, n_tokens, node_id, start = _HEAD.unpack(
         view[: _HEAD.size]
     )
+    # Lengths come first: a damaged page may claim a value that reaches beyond the file.
+    refs_end = _HEAD.size + n_refs * REF.itemsize
+    meta_end = refs_end + n_meta
+    fits = width in (4, 8) and meta_end + n_tokens * width == len(view) and n_tokens > 0
+    if (version <= VERSION and not fits) or len(view) > MOST_RECORD:
+        raise CorruptFrame("A node record's lengths do not add up")
     if xxhash.xxh3_64_intdigest(view[8:]) != digest:
         raise CorruptFrame("A node record does not match its checksum")
     if version > VERSION:
         raise NewerFormat(f"A node record has version {version}; this kvkeep reads {VERSION}")
-    refs_end = _HEAD.size + n_refs * REF.itemsize
-    meta_end = refs_end + n_meta
-    if width not in (4, 8) or meta_end + n_tokens * width != len(view) or n_tokens == 0:
-        raise CorruptFrame("A node record's lengths do not add up")
-    meta = msgpack.unpackb(view[refs_end:meta_end], use_list=False)
+    recipes, points = _read_meta(unpack_plain(view[refs_end:meta_end], MOST_POINTS))
+    refs = np.frombuffer(view, REF, n_refs, _HEAD.size)
+    if n_refs and int(refs["recipe"].max()) >= len(recipes):
+        raise CorruptFrame("A node record refers to a recipe that it does not list")
     return Node(
         node_id,
         key,
         start,
         np.frombuffer(view, "<i4" if width == 4 else "<i8", n_tokens, meta_end),
-        meta["recipes"],
-        np.frombuffer(view, REF, n_refs, _HEAD.size),
-        tuple(PointRecord(*p) for p in meta["points"]),
+        recipes,
+        refs,
+        points,
     )
+
+
+def _read_meta(meta: Any) -> tuple[tuple[bytes, ...], tuple[PointRecord, ...]]:
+    """Recipe ids and resume points, each of the types that it should have."""
+    try:
+        recipes, points = meta["recipes"], meta["points"]
+        fine = type(recipes) is tuple and type(points) is tuple
+        for recipe in recipes:
+            fine = fine and type(recipe) is bytes and len(recipe) == RECIPE_ID
+        for point in points:
+            fine = fine and _is_point(point, len(recipes))
+    except (KeyError, TypeError, ValueError):
+        fine = False
+    if not fine:
+        raise CorruptFrame("A node record lists something else than recipes and resume points")
+    return recipes, tuple(PointRecord(*point) for point in points)
+
+
+def _is_point(point: Any, recipes: int) -> bool:
+    """Plain comparisons, because every lookup does this. Raises ``TypeError``, ``ValueError``."""
+    offset, recipe, origin, created, state, size, needs = point
+    if not type(offset) is type(recipe) is type(state) is type(size) is int:
+        return False
+    if type(origin) is not str or type(created) not in (float, int) or type(needs) is not tuple:
+        return False
+    for family, ranges in needs:
+        if type(family) is not int or type(ranges) is not tuple:
+            return False
+        for start, stop in ranges:
+            if not type(start) is type(stop) is int or not 0 <= start < stop:
+                return False
+    return 0 <= recipe < recipes and offset >= 0 <= state and size >= 0
 
 
 def narrow(tokens: NDArray[Any]) -> NDArray[Any]:
