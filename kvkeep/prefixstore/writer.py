@@ -212,6 +212,8 @@ class Writer:
             data = prepared.state.seal()
             state = (ledger.put_chunk(data), len(data))
         written = publish(ledger, prepared.snapshot, chunks, state, self._quarantine.ids())
+        # Node records, and edges that were split, may have taken more than was made free.
+        self._fit(ledger, prepared, 0)
         ledger.settle()
         return written
 
@@ -235,12 +237,18 @@ class Writer:
         if prepared.state is not None:
             drafts.append(prepared.state.nbytes)
         wanted = sum(map(layout.footprint, drafts)) + tokens
-        path = walk(ledger.txn, snapshot.space, snapshot.tokens)
+        self._fit(ledger, prepared, wanted)
+
+    def _fit(self, ledger: Ledger, prepared: Prepared, more: int) -> None:
+        """Evict what the snapshot does not build on until ``more`` bytes fit the budget."""
         budget = self._limits.max_bytes - _reserved(ledger.txn)
-        evict(ledger, to=budget - wanted, protect={node.id for node in path.nodes})
-        if ledger.used + wanted > budget:
+        if ledger.used + more <= budget:
+            return
+        path = walk(ledger.txn, prepared.snapshot.space, prepared.snapshot.tokens)
+        evict(ledger, to=budget - more, protect={node.id for node in path.nodes})
+        if ledger.used + more > budget:
             raise StoreFull(
-                f"A snapshot of {wanted:,} bytes does not fit the budget of "
+                f"A snapshot of {prepared.nbytes:,} bytes does not fit the budget of "
                 f"{self._limits.max_bytes:,} bytes beside what it builds on"
             )
 
