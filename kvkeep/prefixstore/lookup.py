@@ -53,8 +53,11 @@ class Lookup:
             choice, path, _ = self._decide(txn, tokens, minimum)
             return self._named(txn, tokens, choice.decision, path)
 
-    def find(self, tokens: Tokens, minimum: int) -> Found:
-        """The decision, carried out. Raises ``StoreUnusable`` or ``Damaged``."""
+    def find(self, tokens: Tokens, minimum: int, live: int = 0) -> Found:
+        """The decision, carried out unless the caller's own ``live`` tokens reach as far.
+
+        Raises ``StoreUnusable`` or ``Damaged``.
+        """
         scar: Reason | None = None
         for _ in range(ATTEMPTS):
             with self.env.begin() as txn:
@@ -62,6 +65,8 @@ class Lookup:
                 decision = _scarred(choice.decision, scar)
                 used = tuple(node.key for node in path.nodes)
                 node = path.nodes[-1].id if path.nodes else 0
+                if live and live >= decision.offset:
+                    return Found(_outreached(decision, live), used, node=node)
                 if choice.candidate is None:
                     return Found(self._named(txn, tokens, decision, path), used, node=node)
                 held = facts.held[choice.candidate]
@@ -95,6 +100,18 @@ class Lookup:
             return decision
         field = changed_field(txn, self.identity, tokens)
         return replace(decision, reason=Reason.SPACE_CHANGED, detail=field) if field else decision
+
+
+def _outreached(decision: Decision, live: int) -> Decision:
+    """The decision of a lookup that ``live`` tokens in the caller's memory serve."""
+    matched = max(decision.matched, live)
+    reason = decision.reason
+    if live == decision.prompt_tokens - 1:
+        reason = Reason.LAST_TOKEN if matched > live else Reason.FULL
+    elif matched == live:
+        reason = Reason.FULL
+    limits = tuple(limit for limit in decision.limits if limit.offset >= live)
+    return replace(decision, offset=live, matched=matched, reason=reason, limits=limits)
 
 
 def _scarred(decision: Decision, scar: Reason | None) -> Decision:

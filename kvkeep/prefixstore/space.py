@@ -34,6 +34,9 @@ from kvkeep.prefixstore.trie import walk
 
 log = logging.getLogger("kvkeep")
 
+SHED = "shed: the writer is behind"
+"""The reason of a snapshot that was left out, because it might not wait."""
+
 
 @dataclass(frozen=True)
 class Hit:
@@ -86,6 +89,7 @@ class Space:
         prefilled: int | None = None,
         row: int | None = None,
         request: str | None = None,
+        wait: bool = True,
     ) -> Receipt:
         """Store ``caches``, which cover ``tokens``.
 
@@ -106,6 +110,9 @@ class Space:
 
         ``request`` is the id of the lookup that this belongs to (``Hit.request``).
 
+        Where the writer is far behind, the call waits for it; with ``wait=False`` the snapshot
+        is left out instead, and its receipt says so.
+
         Raises ``Refused`` for caches that cannot be stored exactly. A failure of the store
         raises nothing: the receipt says that it was not stored, and why.
         """
@@ -116,32 +123,38 @@ class Space:
             caches, drafted = caches[: len(self._layout)], caches[len(self._layout) :]
             refuse_stale(caches, len(ids))
             with suppress(Refused):
-                self.draft._take(ids, drafted, origin, prefilled)
+                self.draft._take(ids, drafted, origin, prefilled, wait)
         started = time.perf_counter()
-        receipt = self._take(ids, caches, origin, prefilled)
+        receipt = self._take(ids, caches, origin, prefilled, wait)
         named = request_id(request)
         self._core.writer.call(lambda: self._note(ids, receipt, started, origin, named))
         return receipt
 
-    def resume(self, tokens: Any, minimum: int = 1, request: str | None = None) -> Hit:
+    def resume(
+        self, tokens: Any, minimum: int = 1, request: str | None = None, held: int = 0
+    ) -> Hit:
         """The longest stored prefix of ``tokens`` that can really be resumed, rebuilt.
 
         Resumes at most ``len(tokens) - 1`` positions, and nothing below ``minimum``. A
         failure of the store or damage in it is a miss, or the next best offset. ``request``
         names the lookup in reports; without it an id is made up.
+
+        ``held`` tokens are what the caller can resume from its own memory. Nothing is rebuilt
+        that does not reach further; the hit then has no caches, and counts as one of ``held``.
         """
         ids = as_tokens(tokens)
         named = request_id(request) or os.urandom(6).hex()
         started = time.perf_counter()
-        found = self._find(ids, minimum)
-        self._count(LOOKUP, found, ids, started, named)
+        found = self._find(ids, minimum, held)
+        tier = MEMORY if found.rebuilt is None else STORE
+        self._count(LOOKUP, found, ids, started, named, tier)
         offset, rest = found.decision.offset, ids[found.decision.offset :].tolist()
         if found.rebuilt is None:
             return Hit(None, offset, rest, found.decision, request=named)
         drafted = Found(found.decision)
         if self.draft is not None:
             started = time.perf_counter()
-            drafted = self.draft._find(ids[: offset + 1], 1)
+            drafted = self.draft._find(ids[: offset + 1], 1, 0)
             if drafted.rebuilt is not None:
                 self.draft._count(RESTORE, drafted, ids[: offset + 1], started, named)
         return Hit(
@@ -157,7 +170,7 @@ class Space:
     def explain(self, tokens: Any, minimum: int = 1) -> Decision:
         """What ``resume`` would decide, without restoring or counting anything."""
         ids = as_tokens(tokens)
-        self._await_queued(ids)
+        self._await_queued(ids, minimum)
         return self._lookup.explain(ids, minimum)
 
     def served(self, decision: Decision, seconds: float, request: str | None = None) -> str:
@@ -180,7 +193,12 @@ class Space:
         self._core.events.measured(self.id, tokens, seconds)
 
     def _take(
-        self, ids: Tokens, caches: Sequence[Any], origin: str, prefilled: int | None
+        self,
+        ids: Tokens,
+        caches: Sequence[Any],
+        origin: str,
+        prefilled: int | None,
+        wait: bool,
     ) -> Receipt:
         self._check_layout(caches)
         if self._step > 1:
@@ -188,6 +206,8 @@ class Space:
             ids = ids[: min(len(ids), computed) // self._step * self._step]
             if not len(ids):
                 return Receipt().settle(False, 0, "no whole prefill step to store")
+        if not wait and self._core.writer.is_full:
+            return Receipt().settle(False, 0, SHED)
         try:
             queued = self._core.writer.queued(self.id)
             with self._core.env.begin() as txn:
@@ -195,7 +215,7 @@ class Space:
                     txn, self.id, ids, caches, origin, queued, self._core.quarantine.ids()
                 )
             self._core.register(self.identity)
-            return self._core.writer.submit(prepared)
+            return self._core.writer.submit(prepared, wait)
         except OffsetMismatch as error:
             if self._step == 1:
                 raise
@@ -207,22 +227,21 @@ class Space:
             problem = error.problem if isinstance(error, KvkeepError) else str(error)
             return Receipt().settle(False, 0, problem)
 
-    def _find(self, ids: Tokens, minimum: int) -> Found:
+    def _find(self, ids: Tokens, minimum: int, held: int) -> Found:
         try:
-            self._await_queued(ids)
-            return self._lookup.find(ids, minimum)
+            self._await_queued(ids, max(minimum, held + 1))
+            return self._lookup.find(ids, minimum, held)
         except StoreClosed:
             raise
         except (KvkeepError, OSError, MemoryError) as error:
             log.warning("kvkeep: a lookup failed and counts as a miss: %s", error)
-            return Found(Decision(0, 0, len(ids), Reason.STORE_FAILED))
+            return Found(Decision(held, held, len(ids), Reason.STORE_FAILED))
 
-    def _await_queued(self, ids: Tokens) -> None:
-        """What was accepted is readable at once: wait where a queued snapshot shares a token."""
+    def _await_queued(self, ids: Tokens, minimum: int) -> None:
+        """What was accepted is readable at once: wait for what shares ``minimum`` tokens."""
         for prepared in self._core.writer.queued(self.id):
-            if common_prefix(prepared.snapshot.tokens, ids):
-                self._core.writer.flush()
-                return
+            if common_prefix(prepared.snapshot.tokens, ids) >= minimum:
+                self._core.writer.settled(prepared)
 
     def _check_layout(self, caches: Sequence[Any]) -> None:
         kinds = kind_tree(caches)
