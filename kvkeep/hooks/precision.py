@@ -15,6 +15,8 @@ resumed. Caches that are tracked write that offset on what they are converted to
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from kvkeep.codecs.base import RECORD
@@ -34,14 +36,40 @@ def track(caches: list[Any]) -> list[Any]:
     return caches
 
 
+def newest(caches: Sequence[Any]) -> list[Any]:
+    """``caches``, each that was tracked and converted replaced by what it became.
+
+    With a draft model mlx-lm converts in lists of its own, and leaves the caller's list with
+    the caches as they were before.
+    """
+    return [_newest(cache) for cache in caches]
+
+
+def _newest(cache: Any) -> Any:
+    recorder = getattr(cache, "to_quantized", None)
+    if isinstance(recorder, _Recorder) and recorder.converted is not None:
+        return recorder.converted
+    return cache
+
+
 class _Recorder:
-    """Stands in for one cache's ``to_quantized``; a copy of the cache gets a copy of it."""
+    """Stands in for one cache's ``to_quantized``; a deep copy of the cache gets its own.
+
+    Holds the cache weakly: in a cycle its buffers would outlive it until the next collection.
+    """
 
     def __init__(self, cache: Any) -> None:
-        self._cache = cache
+        self._cache = weakref.ref(cache)
+        self.converted: Any = None
 
     def __call__(self, group_size: int = 64, bits: int = 4) -> Any:
-        cache = self._cache
+        cache = self._cache()
+        if cache is None:
+            raise ReferenceError("The tracked cache is gone; track its copy as well")
         converted = type(cache).to_quantized(cache, group_size=group_size, bits=bits)
         setattr(converted, RECORD, cache.offset)
+        self.converted = converted
         return converted
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
+        return _Recorder(memo[id(self._cache())])
