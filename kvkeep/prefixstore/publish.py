@@ -170,7 +170,7 @@ def _cut(ledger: Ledger, chunk: Chunk, parts: list[tuple[int, int]]) -> list[tup
     if data is None:
         raise CorruptFrame("A chunk is missing")
     frame = Frame.open(data)
-    axes = frame.extra["axes"]
+    axes = _axes(frame)
     sealed = []
     for start, stop in parts:
         specs = [
@@ -190,6 +190,18 @@ def _cut(ledger: Ledger, chunk: Chunk, parts: list[tuple[int, int]]) -> list[tup
     return pieces
 
 
+def _axes(frame: Frame) -> list[int]:
+    """The token axis of each tensor."""
+    axes = frame.extra.get("axes")
+    specs = frame.specs.values()
+    if type(axes) is not list or len(axes) != len(specs):
+        raise CorruptFrame("A chunk does not name the token axes of its tensors")
+    for axis, spec in zip(axes, specs, strict=True):
+        if type(axis) is not int or not 0 <= axis < len(spec.shape):
+            raise CorruptFrame(f"A chunk names a token axis that {spec.name} has not")
+    return axes
+
+
 def _hang(
     ledger: Ledger,
     nodes: dict[int, Node],
@@ -199,17 +211,19 @@ def _hang(
 ) -> int:
     """Hang the resume point on the node that its offset lies in; the bytes of its state.
 
-    A known point is kept, unless its state is damaged and a whole one is at hand.
+    A known point is kept, unless it lacks a whole state and one is at hand.
     """
     offset, recipe = len(snapshot.tokens), snapshot.recipe.id
     at = max(start for start in nodes if start < offset)
     known = nodes[at].find_point(recipe, offset)
-    if known is not None and (state is None or known.state not in quarantined):
-        if state is not None:
-            ledger.drop_chunk(state[0], owned=False)
-        return 0
     if known is not None:
-        ledger.disown(known.state, known.size, "replaced by a whole state")
+        if state is None:
+            return 0
+        if known.state and known.state not in quarantined:
+            ledger.drop_chunk(state[0], owned=False)
+            return 0
+        if known.state:
+            ledger.disown(known.state, known.size, "replaced by a whole state")
         nodes[at] = nodes[at].without_point(known)
     chunk, size = state if state is not None else (0, 0)
     if state is not None:

@@ -22,13 +22,20 @@ import msgpack
 
 from kvkeep.codecs import codec_for, codec_named, composite_named
 from kvkeep.codecs.base import Codec, Composite, Description, Reach, RowSpec, Scalar
-from kvkeep.errors import EmptyCache, OffsetMismatch, Refused
+from kvkeep.errors import CorruptFrame, EmptyCache, OffsetMismatch, Refused
+from kvkeep.persistence.frame import MOST_AXES, MOST_NAME
+from kvkeep.persistence.packing import unpack_plain
+from kvkeep.persistence.tensors import HOST_DTYPES
 
 Tree = str | tuple[str, tuple["Tree", ...]]
 """A leaf's path, or a composite's kind with what is inside."""
 
 CHUNK_BYTES = 8 << 20
 """Aim for the bytes of a row chunk: large values read fast, small ones share better."""
+
+MOST_EXTENT = 1 << 32
+MOST_DEPTH = 16
+"""Composites inside composites."""
 
 
 @dataclass(frozen=True)
@@ -128,23 +135,14 @@ class Recipe:
 
     @staticmethod
     def unpack(data: bytes) -> Recipe:
-        """The recipe that ``packed`` wrote. Raises ``NewerFormat`` for unknown kinds."""
-        raw = msgpack.unpackb(data, strict_map_key=True, use_list=False)
-        layers = tuple(
-            Layer(
-                path,
-                kind,
-                version,
-                tuple((k, v) for k, v in params),
-                boundary,
-                Reach(window, keep, stateful),
-                tuple(RowSpec(n, d, tuple(s), a) for n, d, s, a in rows),
-            )
-            for path, kind, version, params, boundary, (window, keep, stateful), rows in raw[
-                "layers"
-            ]
-        )
-        return Recipe(layers, raw["tree"])
+        """The recipe that ``packed`` wrote. Raises ``CorruptFrame``; kinds are not looked up."""
+        match unpack_plain(data):
+            case {"layers": tuple(packed), "tree": tuple(tree)}:
+                layers = tuple(map(_read_layer, packed))
+                leaves = [leaf for node in tree for leaf in _leaves(node)]
+                if leaves == [layer.path for layer in layers] and len(set(leaves)) == len(leaves):
+                    return Recipe(layers, tree)
+        raise CorruptFrame("A recipe of another form")
 
 
 @dataclass(frozen=True)
@@ -154,6 +152,53 @@ class Live:
     recipe: Recipe
     leaves: tuple[tuple[Codec, Any, Description], ...]
     offset: int
+
+
+def _read_layer(packed: Any) -> Layer:
+    match packed:
+        case (
+            str(path),
+            str(kind),
+            int(version),
+            tuple(params),
+            int() | None as boundary,
+            (int() | None as window, int(keep), bool(stateful)),
+            tuple(rows),
+        ) if (boundary or 0) >= 0 and (window or 0) >= 0 and keep >= 0:
+            specs = tuple(map(_read_row, rows))
+            reach = Reach(window, keep, stateful)
+            return Layer(path, kind, version, _read_params(params), boundary, reach, specs)
+    raise CorruptFrame("A recipe holds a layer of another form")
+
+
+def _read_params(params: tuple[Any, ...]) -> tuple[tuple[str, Scalar], ...]:
+    for param in params:
+        match param:
+            case (str(), int() | float() | str() | bool() | None):
+                continue
+        raise CorruptFrame("A recipe holds a parameter of another form")
+    return params
+
+
+def _read_row(packed: Any) -> RowSpec:
+    match packed:
+        case (str(name), str(dtype), tuple(shape), int(axis)) if (
+            0 <= axis < len(shape) <= MOST_AXES
+        ):
+            extents = all(type(n) is int and 0 <= n <= MOST_EXTENT for n in shape)
+            if extents and dtype in HOST_DTYPES and 0 < len(name) <= MOST_NAME:
+                return RowSpec(name, dtype, shape, axis)
+    raise CorruptFrame("A recipe holds rows of another form")
+
+
+def _leaves(node: Any, depth: int = 0) -> list[str]:
+    """The paths in a tree, in order."""
+    match node:
+        case str(path):
+            return [path]
+        case (str(), tuple(inner)) if depth < MOST_DEPTH:
+            return [leaf for below in inner for leaf in _leaves(below, depth + 1)]
+    raise CorruptFrame("A recipe nests its layers in another form")
 
 
 def kind_tree(caches: Sequence[Any]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvkeep.codecs.base import Meta, Placement
 from kvkeep.errors import CorruptFrame, Damaged, NewerFormat
+from kvkeep.persistence.encoding import MOST_GAIN
 from kvkeep.persistence.environment import Transaction
 from kvkeep.persistence.frame import Frame
 from kvkeep.persistence.memory import Slab
@@ -62,6 +63,8 @@ def rebuild(
     placements = [
         layer.codec.place(params[i], metas[i], p) for i, layer in enumerate(recipe.layers)
     ]
+    jobs = _jobs(held, placements)
+    _check_claim(txn, held, placements, jobs)
     slab = Slab(
         [
             TensorSpec(f"{i}/{spec.name}", spec.dtype, spec.sized(placements[i].capacity))
@@ -70,11 +73,10 @@ def rebuild(
         ]
         + (list(state.specs.values()) if state is not None else [])
     )
-    jobs = _jobs(held, placements)
     done = list(_pool().map(lambda job: _fill(txn, space, held, placements, slab, *job), jobs))
-    if state is not None:
+    if state is not None and point is not None:
         for name in state.specs:
-            slab.views[name][...] = state.read(name)
+            slab.views[name][...] = _read(state, name, point.state)
     arrays = slab.take()
     leaves = [
         layer.codec.build(
@@ -114,6 +116,24 @@ def _jobs(held: Held, placements: list[Placement]) -> list[tuple[int, int, int, 
     return jobs
 
 
+def _check_claim(
+    txn: Transaction,
+    held: Held,
+    placements: list[Placement],
+    jobs: list[tuple[int, int, int, int]],
+) -> None:
+    """Nothing is allocated for rows that the stored bytes cannot expand to."""
+    stored = sum(len(_value(txn, chunk)) for *_, chunk in jobs)
+    due = sum(
+        spec.bytes_per_token * segment.length
+        for layer, placement in zip(held.recipe.layers, placements, strict=True)
+        for spec in layer.rows
+        for segment in placement.segments
+    )
+    if due > stored * MOST_GAIN:
+        raise Damaged(f"A recipe claims {due:,} bytes of rows where {stored:,} are stored")
+
+
 def _fill(
     txn: Transaction,
     space: bytes,
@@ -132,9 +152,11 @@ def _fill(
         for spec in held.recipe.layers[i].rows:
             name = f"{i}/{spec.name}"
             found = frame.specs.get(name)
-            length = int(frame.extra.get("stop", 0)) - start
+            end = frame.extra.get("stop")
+            length = end - start if type(end) is int else -1
             if (
                 found is None
+                or length < 0
                 or (found.dtype, found.shape) != (spec.dtype, spec.sized(length))
                 or length < stop - start
             ):
@@ -155,9 +177,7 @@ def _fill(
 
 def _open(txn: Transaction, chunk: int, expect: Mapping[str, Any]) -> tuple[Frame, int]:
     """A verified frame that is what ``expect`` says, and its bytes."""
-    data = txn.get("chunks", layout.u64(chunk))
-    if data is None:
-        raise BrokenChunk(chunk, "the record is missing")
+    data = _value(txn, chunk)
     try:
         frame = Frame.open(data)
     except NewerFormat as error:
@@ -170,11 +190,35 @@ def _open(txn: Transaction, chunk: int, expect: Mapping[str, Any]) -> tuple[Fram
     return frame, len(data)
 
 
+def _value(txn: Transaction, chunk: int) -> memoryview:
+    """The stored bytes of a frame, as they are."""
+    try:
+        data = txn.get("chunks", layout.u64(chunk))
+    except Damaged as error:
+        raise BrokenChunk(chunk, error.problem) from error
+    if data is None:
+        raise BrokenChunk(chunk, "the record is missing")
+    return data
+
+
 def _metas(state: Frame, layers: int, chunk: int) -> list[Meta]:
+    """What the state says of each layer; its tensors belong to those layers."""
     metas = state.extra.get("meta")
-    if not isinstance(metas, (list, tuple)) or len(metas) != layers:
+    if type(metas) is not list or len(metas) != layers or any(type(m) is not dict for m in metas):
         raise BrokenChunk(chunk, "the state lists other layers than the recipe")
-    return list(metas)
+    owners = {str(i) for i in range(layers)}
+    for name in state.specs:
+        layer, kind, _ = (*name.split("/", 2), "", "")[:3]
+        if layer not in owners or kind != "state":
+            raise BrokenChunk(chunk, f"the state holds a tensor {name[:80]!r} of no layer")
+    return metas
+
+
+def _read(state: Frame, name: str, chunk: int) -> Any:
+    try:
+        return state.read(name)
+    except CorruptFrame as error:
+        raise BrokenChunk(chunk, error.problem) from error
 
 
 def _state_tensors(state: Frame | None, layer: int, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def _recipe(data: bytes, recipe_id: bytes) -> Recipe | None:
     try:
         recipe = Recipe.unpack(data)
         usable = all(layer.codec for layer in recipe.layers) and recipe.id == recipe_id
-    except (NewerFormat, ValueError, TypeError, KeyError, AttributeError):
+    except (NewerFormat, CorruptFrame):
         return None
     return recipe if usable else None
 
