@@ -227,8 +227,8 @@ class Writer:
             if path.matched < len(snapshot.tokens):
                 return False
             points = [node.find_point(snapshot.recipe.id, path.matched) for node in path.nodes]
-            damaged = self._quarantine.ids()
-            return any(point is not None and point.state not in damaged for point in points)
+            lacking = {0} | self._quarantine.ids() if prepared.state is not None else set()
+            return any(point is not None and point.state not in lacking for point in points)
 
     def _make_room(self, ledger: Ledger, prepared: Prepared) -> None:
         snapshot = prepared.snapshot
