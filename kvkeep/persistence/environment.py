@@ -272,7 +272,7 @@ class Transaction:
         db = self._databases[database]
         if database not in self._ready and db is not None:
             # LMDB reads the root on first use, which two threads must not do at once.
-            with self._lock:
+            with self._lock, translated(self._folder):
                 txn.stat(db)
                 self._ready.add(database)
         return txn, db

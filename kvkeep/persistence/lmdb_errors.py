@@ -27,7 +27,14 @@ from kvkeep.errors import (
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR}
-_DAMAGE = ("CorruptedError", "PageNotFoundError", "PanicError", "InvalidError", "BadChecksumError")
+_DAMAGE = (
+    "CorruptedError",
+    "PageNotFoundError",
+    "PanicError",
+    "InvalidError",
+    "BadChecksumError",
+    "BadTxnError",  # what follows an error that was damage, in the same transaction
+)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+from kvkeep.errors import CorruptFrame
+
 FORMAT = 1
 
 DATABASES = (
@@ -56,7 +58,7 @@ def u64(number: int) -> bytes:
 
 def from_u64(data: Any) -> int:
     """The number of ``u64``."""
-    return int(_U64.unpack(data)[0])
+    return int(_fields(_U64, data)[0])
 
 
 def pair(left: int, right: int) -> bytes:
@@ -66,7 +68,7 @@ def pair(left: int, right: int) -> bytes:
 
 def from_pair(data: Any) -> tuple[int, int]:
     """The numbers of ``pair``."""
-    left, right = _PAIR.unpack(data)
+    left, right = _fields(_PAIR, data)
     return left, right
 
 
@@ -87,7 +89,7 @@ def use_record(when: int, start: int, key: bytes) -> bytes:
 
 def from_use_record(data: Any) -> tuple[int, int, bytes]:
     """The parts of ``use_record``."""
-    when, start, key = _USE.unpack(data)
+    when, start, key = _fields(_USE, data)
     return when, start, key
 
 
@@ -98,8 +100,16 @@ def lru_key(when: int, start: int, node_id: int) -> bytes:
 
 def from_lru_key(data: Any) -> tuple[int, int, int]:
     """Last use, start offset and node id of an ``lru_key``."""
-    when, depth, node_id = _LRU.unpack(data)
+    when, depth, node_id = _fields(_LRU, data)
     return when, _TOP - depth, node_id
+
+
+def _fields(form: struct.Struct, data: Any) -> tuple[Any, ...]:
+    """The fields of a record of a fixed length. Raises ``CorruptFrame`` for another length."""
+    try:
+        return form.unpack(data)
+    except struct.error as error:
+        raise CorruptFrame(f"A record of {len(data)} bytes where {form.size} are due") from error
 
 
 def footprint(length: int) -> int:
