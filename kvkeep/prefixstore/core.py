@@ -48,11 +48,12 @@ class Core:
         if self.env.read_only:
             raise StoreReadOnly("The store was opened for reading only")
 
-    def flush(self) -> None:
-        """Return once everything accepted so far is durable, or refused with a reason."""
-        if not self.env.read_only:
-            self.writer.call(self.events.write)
-            self.writer.flush()
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything accepted so far is durable or refused; whether it is in time."""
+        if self.env.read_only:
+            return True
+        self.writer.call(self.events.write)
+        return self.writer.flush(timeout)
 
     def close(self) -> None:
         """Flush, end the threads, and give the environment back."""

@@ -81,6 +81,11 @@ class Space:
         self._lookup = Lookup(core.env, identity, step, core.quarantine)
         core.events.know(identity)
 
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """The kinds of the caches that belong here, in order; empty where any are taken."""
+        return self._layout
+
     def snapshot(
         self,
         tokens: Any,

@@ -242,9 +242,17 @@ class Store:
         with self.env.begin() as txn:
             return counter(txn, "used")
 
-    def flush(self) -> None:
-        """Return once everything accepted so far is durable, or refused with a reason."""
-        self._core.flush()
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Snapshots that wait to be written, and the bytes that they hold in memory."""
+        return self._core.writer.waiting
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything accepted so far is durable, or refused with a reason.
+
+        Answers whether it is, after ``timeout`` seconds at the latest.
+        """
+        return self._core.flush(timeout)
 
     def close(self) -> None:
         """Flush and let go of the folder. Closing twice is fine."""
