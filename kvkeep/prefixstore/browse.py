@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import msgpack
-
 from kvkeep.errors import CorruptFrame, NewerFormat
 from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore import layout
@@ -82,8 +80,10 @@ class PathInfo:
 def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
     """Every space of the store."""
     for key, value in txn.items("spaces"):
-        record = msgpack.unpackb(value, use_list=False)
-        identity = Identity(tuple(record["fields"]), record["label"])
+        try:
+            identity, created = Identity.unpack(value)
+        except CorruptFrame:
+            identity, created = Identity((), "damaged record"), 0.0
         found = list(nodes(txn, key))
         inner = {layout.from_u64(node.key[16:24]) for node in found}
         recipes = {r for node in found for r in node.recipes}
@@ -95,7 +95,7 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
             conversations=sum(node.id not in inner for node in found),
             nodes=len(found),
             bytes=sum(bytes_of(node) for node in found),
-            created=record["created"],
+            created=created,
             last_use=max((_last_use(txn, node) for node in found), default=0.0),
         )
 

@@ -14,12 +14,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
 import msgpack
 
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import CorruptFrame, KvkeepError
 from kvkeep.persistence.environment import Environment, Transaction
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.event import Event
@@ -256,8 +257,8 @@ def asked_spaces(txn: Transaction) -> dict[bytes, Identity]:
     """Spaces that events speak of and that nothing was stored in."""
     found = {}
     for key, value in txn.items("meta", prefix=ASKED):
-        record = msgpack.unpackb(value, use_list=False)
-        found[key[len(ASKED) :]] = Identity(tuple(record["fields"]), record["label"])
+        with suppress(CorruptFrame):
+            found[key[len(ASKED) :]] = Identity.unpack(value)[0]
     return found
 
 

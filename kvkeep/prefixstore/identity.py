@@ -17,7 +17,8 @@ from typing import Any
 
 import msgpack
 
-from kvkeep.errors import IdentityUnknown
+from kvkeep.errors import CorruptFrame, IdentityUnknown
+from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore.layout import FORMAT
 
 FIELDS = (
@@ -62,6 +63,22 @@ class Identity:
         """The identity of a companion that is stored beside this one, such as a draft model."""
         fields = dict(self.fields) | {"part": name, "layout": ",".join(layout)}
         return Identity(tuple(sorted(fields.items())), f"{self.label} ({name})")
+
+    @staticmethod
+    def unpack(data: Any) -> tuple[Identity, float]:
+        """The identity in a record of ``spaces``, and when that was made (0 where unknown).
+
+        Raises ``CorruptFrame``.
+        """
+        match unpack_plain(data):
+            case {"fields": tuple(fields), "label": str(label), **rest}:
+                created = rest.get("created", 0.0)
+                pairs = all(
+                    type(f) is tuple and [type(x) for x in f] == [str, str] for f in fields
+                )
+                if pairs and type(created) in (float, int):
+                    return Identity(fields, label), created
+        raise CorruptFrame("The record of a space has another form")
 
     def differences(self, other: Identity) -> tuple[str, ...]:
         """The names of the fields that are not equal."""

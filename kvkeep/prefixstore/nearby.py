@@ -7,9 +7,9 @@ differs, and never whether they stored this prompt.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
-import msgpack
-
+from kvkeep.errors import CorruptFrame
 from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.tokens import Tokens
@@ -41,5 +41,5 @@ def changed_field(txn: Transaction, identity: Identity, tokens: Tokens) -> str:
 def stored_spaces(txn: Transaction) -> Iterator[Identity]:
     """The identities of all spaces of the store."""
     for _, value in txn.items("spaces"):
-        record = msgpack.unpackb(value, use_list=False)
-        yield Identity(tuple(record["fields"]), record["label"])
+        with suppress(CorruptFrame):
+            yield Identity.unpack(value)[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import CorruptFrame, KvkeepError
 from kvkeep.persistence.environment import Environment
 from kvkeep.prefixstore import browse, identity, layout, recount
 from kvkeep.prefixstore.core import Core
@@ -271,9 +271,10 @@ class Store:
         with self.env.begin() as txn:
             data = txn.get("prints", key)
             if data is not None:
-                kept, digest = msgpack.unpackb(data)
-                if kept == mark:
-                    return str(digest)
+                with suppress(CorruptFrame):
+                    match unpack_plain(data):
+                        case (tuple(kept), str(digest)) if list(kept) == mark:
+                            return digest
         digest = compute()
         if not self.env.read_only:
             with self.env.begin(write=True) as txn:

@@ -22,8 +22,9 @@ from typing import Any
 
 import msgpack
 
-from kvkeep.errors import KvkeepError, StoreFull
+from kvkeep.errors import CorruptFrame, KvkeepError, StoreFull
 from kvkeep.persistence.environment import Environment, Transaction
+from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.evict import evict
 from kvkeep.prefixstore.ledger import Ledger
@@ -286,7 +287,7 @@ def free_orphans(env: Environment) -> int:
         jobs = {}
         for key, value in txn.items("pending"):
             job, _ = layout.from_pair(key)
-            pid, when = msgpack.unpackb(value)[1:]
+            _, pid, when = _read_pending(value)
             jobs[job] = _gone(pid) or time.time() - when > ORPHAN_SECONDS
     dead = [job for job, gone in jobs.items() if gone]
     if not dead:
@@ -308,7 +309,16 @@ def _free(ledger: Ledger, prefix: bytes) -> int:
 
 def _reserved(txn: Transaction) -> int:
     """Bytes that snapshots in flight, in any process, were promised."""
-    return sum(int(msgpack.unpackb(value)[0]) for _, value in txn.items("pending"))
+    return sum(_read_pending(value)[0] for _, value in txn.items("pending"))
+
+
+def _read_pending(value: Any) -> tuple[int, int, float]:
+    """Bytes that were promised, to which process, and when. A damaged record is nobody's."""
+    with suppress(CorruptFrame):
+        match unpack_plain(value):
+            case (int(nbytes), int(pid), int() | float() as when) if nbytes >= 0 < pid < 1 << 31:
+                return nbytes, pid, when
+    return 0, 0, 0.0
 
 
 def _pending(nbytes: int) -> bytes:
