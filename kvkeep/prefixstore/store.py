@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgpack
 
 from kvkeep.errors import CorruptFrame, KvkeepError
 from kvkeep.persistence.environment import Environment
+from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore import browse, identity, layout, recount
 from kvkeep.prefixstore.core import Core
 from kvkeep.prefixstore.event import LONGEST
