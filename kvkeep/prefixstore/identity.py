@@ -73,11 +73,9 @@ class Identity:
         match unpack_plain(data):
             case {"fields": tuple(fields), "label": str(label), **rest}:
                 created = rest.get("created", 0.0)
-                pairs = all(
-                    type(f) is tuple and [type(x) for x in f] == [str, str] for f in fields
-                )
-                if pairs and type(created) in (float, int):
-                    return Identity(fields, label), created
+                pairs = all(type(f) is tuple and [type(x) for x in f] == [str, str] for f in fields)
+                if pairs and isinstance(created, int | float):
+                    return Identity(fields, label), float(created)
         raise CorruptFrame("The record of a space has another form")
 
     def differences(self, other: Identity) -> tuple[str, ...]:
