@@ -9,6 +9,7 @@ from kvkeep.errors import KvkeepError
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.browse import Conversation, SpaceInfo
+    from kvkeep.prefixstore.report import Report
     from kvkeep.prefixstore.store import Store
 
 Item = TypeVar("Item")
@@ -24,6 +25,11 @@ class NotFound(KvkeepError):
 def find_space(store: Store, start: str) -> SpaceInfo:
     """The one space whose id begins with ``start``. Raises ``NotFound``."""
     return _only(store.spaces(), "space", start, lambda item: item.id)
+
+
+def find_report_space(report: Report, start: str) -> str:
+    """The one space of a report whose id begins with ``start``. Raises ``NotFound``."""
+    return _only(list(report.spaces), "space", start, str)
 
 
 def find_conversation(store: Store, start: str) -> Conversation:

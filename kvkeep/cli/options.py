@@ -46,7 +46,7 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
     Passes ``store: Path`` and ``as_json: bool``.
     """
     return _with(
-        function,
+        bare(function),
         click.option(
             "--store",
             type=click.Path(path_type=Path, file_okay=False),
@@ -57,6 +57,13 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
             metavar="DIR",
             help="Folder of the store.",
         ),
+    )
+
+
+def bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--json`` and ``--debug`` alone, for commands without a store. Passes ``as_json: bool``."""
+    return _with(
+        function,
         click.option(
             "--json", "as_json", is_flag=True, help="Print one JSON object, for programs."
         ),
@@ -81,6 +88,22 @@ def budget(function: Callable[..., Any]) -> Callable[..., Any]:
             show_envvar=True,
             metavar="SIZE",
             help="Byte budget of the store, such as 50GB or 60GiB; it keeps the last one given.",
+        ),
+    )
+
+
+def which_spaces(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--space`` and ``--salt``, for commands that report. Passes both, ``None`` for all."""
+    return _with(
+        function,
+        click.option(
+            "--space", metavar="ID", help="Only the space whose id begins so; `kvkeep ls` has them."
+        ),
+        click.option(
+            "--salt",
+            envvar="KVKEEP_SALT",
+            show_envvar=True,
+            help="Only this tenant's spaces, and nothing of any other.",
         ),
     )
 

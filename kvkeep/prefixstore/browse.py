@@ -91,7 +91,7 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
             id=key.hex(),
             label=identity.label,
             fields=dict(identity.fields),
-            kinds=_kinds(txn, recipes),
+            kinds=kinds_of(txn, recipes),
             conversations=sum(node.id not in inner for node in found),
             nodes=len(found),
             bytes=sum(bytes_of(node) for node in found),
@@ -114,7 +114,7 @@ def conversations(txn: Transaction) -> Iterator[Conversation]:
                     own_tokens=len(node.tokens),
                     bytes=bytes_of(node),
                     points=len(node.points),
-                    kinds=_kinds(txn, set(node.recipes)),
+                    kinds=kinds_of(txn, set(node.recipes)),
                     last_use=_last_use(txn, node),
                 )
 
@@ -173,7 +173,8 @@ def bytes_of(node: Node) -> int:
     return int(node.refs["size"].sum()) + sum(p.size for p in node.points)
 
 
-def _kinds(txn: Transaction, recipes: set[bytes]) -> tuple[str, ...]:
+def kinds_of(txn: Transaction, recipes: set[bytes]) -> tuple[str, ...]:
+    """The kinds of all caches of the recipes, sorted."""
     found = (load_recipe(txn, recipe) for recipe in recipes)
     return tuple(sorted({kind for recipe in found if recipe for kind in recipe.kinds}))
 

@@ -63,13 +63,14 @@ class Filter:
 class SpaceFacts:
     """A space of a report: what it is, what it keeps, how fast its model reads.
 
-    ``kinds`` are those of the model's cache list, ``kept_bytes`` what is stored now, of which
-    lookups resumed ``needed_bytes``. ``rate`` is in tokens a second, 0 where unknown.
+    ``kinds`` are those that are stored, or of the model's cache list where nothing is.
+    ``kept_bytes`` is what is stored now, of which lookups resumed ``needed_bytes``. ``rate`` is
+    in tokens a second, 0 where unknown.
     """
 
     id: str
     label: str
-    kinds: str
+    kinds: tuple[str, ...]
     kept_bytes: int = 0
     needed_bytes: int = 0
     rate: float = 0.0
@@ -116,14 +117,18 @@ def build(
     since: float = 0.0,
     only: Filter | None = None,
     each: Callable[[Event], None] | None = None,
+    worst: int = WORST,
 ) -> Report:
-    """The report of the events from ``since`` on; ``each`` sees every one that counts."""
+    """The report of the events from ``since`` on; ``each`` sees every one that counts.
+
+    ``worst`` is how many of the lookups that lost most are named.
+    """
     only = only if only is not None else Filter()
     known = known_spaces(txn)
     gaps = Gaps()
     cells: dict[Cell, Totals] = {}
     resumed: dict[int, int] = {}
-    worst: list[tuple[int, int, Event]] = []
+    losses: list[tuple[int, int, Event]] = []
     order = numbers()
     allowed: dict[bytes, str | None] = {}
     for _, event in read_events(txn, since, gaps):
@@ -138,9 +143,9 @@ def build(
         cell = Cell(space, event.reason if lookup else "", int(event.time // HOUR) * HOUR)
         cells.setdefault(cell, Totals()).add(event)
         if lookup:
-            if event.lost:
-                push = heapq.heappush if len(worst) < WORST else heapq.heappushpop
-                push(worst, (event.lost, next(order), event))
+            if event.lost and worst:
+                push = heapq.heappush if len(losses) < worst else heapq.heappushpop
+                push(losses, (event.lost, next(order), event))
             if event.resumed and event.tier == STORE:
                 resumed[event.node] = max(resumed.get(event.node, 0), event.resumed)
         if each is not None:
@@ -155,14 +160,14 @@ def build(
         total=sum_of(cells.values()),
         by_space=_pivot(cells, lambda cell: cell.space),
         by_model=_pivot(cells, lambda cell: facts[cell.space].label or NO_NAME),
-        by_kind=_pivot(cells, lambda cell: facts[cell.space].kinds),
+        by_kind=_pivot(cells, lambda cell: ",".join(facts[cell.space].kinds)),
         by_reason=_pivot({c: t for c, t in cells.items() if c.reason}, lambda cell: cell.reason),
         by_hour=dict(sorted(_pivot(cells, lambda cell: cell.hour).items())),
         spaces=facts,
         used_bytes=counter(txn, "used") if only.everything else used,
         max_bytes=max_bytes,
         quarantined=txn.count("quarantine") if only.everything else None,
-        worst=[event for _, _, event in sorted(worst, reverse=True)],
+        worst=[event for _, _, event in sorted(losses, reverse=True)],
         gaps=gaps,
     )
 
@@ -172,8 +177,8 @@ def known_spaces(txn: Transaction) -> dict[bytes, Identity]:
     return asked_spaces(txn) | {identity.id: identity for identity in stored_spaces(txn)}
 
 
-def layout_kinds(identity: Identity | None) -> str:
-    """The different kinds of a space's cache list, sorted: ``arrays,kv``."""
+def layout_kinds(identity: Identity | None) -> tuple[str, ...]:
+    """The different kinds of a space's cache list, sorted."""
     kinds: set[str] = set()
     depth, word = 0, ""
     for character in dict(identity.fields).get("layout", "") if identity is not None else "":
@@ -183,7 +188,7 @@ def layout_kinds(identity: Identity | None) -> str:
             word = ""
         else:
             word += character
-    return ",".join(sorted(kinds | {word} - {""})) or "unknown"
+    return tuple(sorted(kinds | {word} - {""})) or ("unknown",)
 
 
 def _pivot(cells: Mapping[Cell, Totals], key: Callable[[Cell], Key]) -> dict[Key, Totals]:
@@ -209,15 +214,17 @@ def _facts(
         identity = known.get(space)
         if not only.allows(identity, space.hex()):
             continue
-        kept, needed = _kept(txn, space, resumed) if space in stored else (0, 0)
         label = identity.label if identity is not None else ""
-        kinds, rate = layout_kinds(identity), speeds.get(space, 0.0)
+        kinds, kept, needed = _kept(txn, space, resumed) if space in stored else ((), 0, 0)
+        kinds, rate = kinds or layout_kinds(identity), speeds.get(space, 0.0)
         facts.append(SpaceFacts(space.hex(), label, kinds, kept, needed, rate))
     return {x.id: x for x in sorted(facts, key=lambda x: (-x.kept_bytes, x.id))}
 
 
-def _kept(txn: Transaction, space: bytes, resumed: Mapping[int, int]) -> tuple[int, int]:
-    """Bytes of a space, and of these what lies on paths that were resumed."""
+def _kept(
+    txn: Transaction, space: bytes, resumed: Mapping[int, int]
+) -> tuple[tuple[str, ...], int, int]:
+    """Kinds and bytes of a space, and of these what lies on paths that were resumed."""
     nodes = {node.id: node for node in browse.nodes(txn, space)}
     needed: set[int] = set()
     for node_id, offset in resumed.items():
@@ -226,5 +233,6 @@ def _kept(txn: Transaction, space: bytes, resumed: Mapping[int, int]) -> tuple[i
             if nodes[at].start < offset:
                 needed.add(at)
             at = layout.from_u64(nodes[at].key[16:24])
+    kinds = browse.kinds_of(txn, {recipe for node in nodes.values() for recipe in node.recipes})
     total = sum(map(browse.bytes_of, nodes.values()))
-    return total, sum(browse.bytes_of(nodes[at]) for at in needed)
+    return kinds, total, sum(browse.bytes_of(nodes[at]) for at in needed)

@@ -22,7 +22,7 @@ from kvkeep.prefixstore.evict import Evicted, evict
 from kvkeep.prefixstore.ledger import Ledger, counter
 from kvkeep.prefixstore.opening import Marker, find_or_make
 from kvkeep.prefixstore.recipe import kind_tree
-from kvkeep.prefixstore.report import Filter, Report, build
+from kvkeep.prefixstore.report import WORST, Filter, Report, build
 from kvkeep.prefixstore.sizes import parse_size
 from kvkeep.prefixstore.space import Space
 from kvkeep.prefixstore.tokens import as_tokens
@@ -167,18 +167,24 @@ class Store:
         raise KvkeepError(f"No space has the id {space}", remedy="`kvkeep ls` shows them.")
 
     def report(
-        self, since: float = 0.0, *, salt: str | None = None, space: str | None = None
+        self,
+        since: float = 0.0,
+        *,
+        salt: str | None = None,
+        space: str | None = None,
+        worst: int = WORST,
     ) -> Report:
         """Totals of what was looked up, stored and evicted from ``since`` on (seconds since the
         epoch), as far back as the ring of events goes.
 
         With ``salt`` only that tenant's spaces, with ``space`` only those whose hexadecimal
-        ids begin so: nothing of any other is in the report.
+        ids begin so: nothing of any other is in the report. ``worst`` is how many of the
+        lookups that lost most it names.
         """
         self.flush()
         only = Filter(identity.salt_digest(salt) if salt is not None else None, space)
         with self.env.begin() as txn:
-            return build(txn, self.max_bytes, since, only)
+            return build(txn, self.max_bytes, since, only, worst=worst)
 
     def spaces(self) -> list[browse.SpaceInfo]:
         """Every space, with what it keeps."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from kvkeep.prefixstore.event import EVICT, LOOKUP, RESTORE, SNAPSHOT, Event
+from kvkeep.prefixstore.event import EVICT, LOOKUP, RESTORE, SNAPSHOT, STORE, Event
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds, in seconds, of the counts in ``restore_counts``; one more has no bound."""
@@ -32,7 +32,9 @@ class Totals:
 
     Tokens are positions, bytes are stored bytes. ``saved_seconds`` is an estimate, for those
     ``rated_tokens`` of the resumed ones whose prefill rate was known; ``lost_seconds`` is
-    what reading the others took, for lookups with a known rate.
+    what reading the others took, for lookups with a known rate. ``reasons`` and ``refusals``
+    count lookups and snapshots; ``lost_tokens`` by reason, ``limited_by`` (the lost ones by
+    limiting kinds) and ``tiers`` (the resumed ones) count tokens.
     """
 
     lookups: int = 0
@@ -60,6 +62,7 @@ class Totals:
     lost_tokens: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     limited_by: Counter[str] = field(default_factory=Counter)
+    tiers: Counter[str] = field(default_factory=Counter)
     restore_counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
     @property
@@ -145,6 +148,7 @@ class Totals:
             self.regret_tokens += event.lost
         if event.resumed:
             self.hits += 1
+            _count(self.tiers, event.tier or STORE, event.resumed)
             self._restore(event)
 
     def _restore(self, event: Event) -> None:
@@ -161,7 +165,7 @@ def _count(counter: Counter[str], key: str, number: int = 1) -> None:
 
 _NUMBER = re.compile(r"\d[\d,.]*")
 _PLAIN = tuple(f.name for f in fields(Totals))
-_COUNTERS = ("reasons", "lost_tokens", "refusals", "limited_by")
+_COUNTERS = ("reasons", "lost_tokens", "refusals", "limited_by", "tiers")
 _NUMBERS = tuple(n for n in _PLAIN if n not in (*_COUNTERS, "restore_counts"))
 
 

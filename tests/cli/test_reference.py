@@ -12,13 +12,22 @@ import pytest
 
 from kvkeep.cli import COMMANDS, main
 from kvkeep.cli.reference import reference
-from kvkeep.cli.report import MEANING
+from kvkeep.cli.advice import ADVICE, MEANING
 from kvkeep.prefixstore.policy import Reason
 from tests.cli.conftest import Ask
 from tests.cli.test_store_commands import CONTEXT, FIRST, damage
 
 DOCS = Path(__file__).parents[2] / "docs"
-VARYING = ("fields", "packages", "reasons", "lost_tokens")
+VARYING = (
+    "fields",
+    "packages",
+    "reasons",
+    "lost_tokens",
+    "limited_by",
+    "refusals",
+    "tiers",
+    "totals",
+)
 
 
 def words(text: str) -> str:
@@ -95,3 +104,4 @@ def test_every_reason_is_documented(reason: Reason) -> None:
     text = (DOCS / "json.md").read_text(encoding="utf-8").partition("## Reasons")[2]
     assert f"| `{reason}" in text
     assert str(reason) in MEANING
+    assert str(reason) in ADVICE
