@@ -29,6 +29,7 @@ import numpy as np
 import xxhash
 
 from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.persistence.buffers import fresh
 from kvkeep.persistence.encoding import (
     MOST_GAIN,
     RAW,
@@ -98,7 +99,7 @@ class Draft:
         self._start = _aligned(HEAD.size + len(header))
         self.nbytes = self._start + end
         """Bytes of the frame if nothing is compressed, which is what the draft holds."""
-        self._buffer: Host | None = np.empty(self.nbytes, np.uint8)
+        self._buffer: Host | None = fresh(self.nbytes)
         self._buffer[: self._start] = 0
         self.views: dict[str, Host] = {}
         for part in parts:
