@@ -24,6 +24,7 @@ COMMANDS = {
     "report": "report",
     "verify": "verify",
     "evict": "evict",
+    "simulate": "simulate",
     "import": "import_",
     "export": "export",
     "doctor": "doctor",

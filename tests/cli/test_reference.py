@@ -15,6 +15,7 @@ from kvkeep.cli.reference import reference
 from kvkeep.cli.advice import ADVICE, MEANING
 from kvkeep.prefixstore.policy import Reason
 from tests.cli.conftest import Ask
+from tests.cli.test_simulate import TRACES, asked
 from tests.cli.test_store_commands import CONTEXT, FIRST, damage
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -92,6 +93,8 @@ def test_json_has_exactly_the_documented_keys(
     seen["verify"] = ask("verify", code=4)
     store.chmod(0o755)
     seen["doctor"] = ask("doctor")
+
+    seen["simulate"] = asked(str(TRACES / "hashed.jsonl"), "--budget", "24blocks")
 
     assert set(seen) == set(COMMANDS)
     for name, answer in seen.items():
