@@ -96,7 +96,7 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
             nodes=len(found),
             bytes=sum(bytes_of(node) for node in found),
             created=created,
-            last_use=max((_last_use(txn, node) for node in found), default=0.0),
+            last_use=max((last_use(txn, node) for node in found), default=0.0),
         )
 
 
@@ -115,7 +115,7 @@ def conversations(txn: Transaction) -> Iterator[Conversation]:
                     bytes=bytes_of(node),
                     points=len(node.points),
                     kinds=kinds_of(txn, set(node.recipes)),
-                    last_use=_last_use(txn, node),
+                    last_use=last_use(txn, node),
                 )
 
 
@@ -179,6 +179,7 @@ def kinds_of(txn: Transaction, recipes: set[bytes]) -> tuple[str, ...]:
     return tuple(sorted({kind for recipe in found if recipe for kind in recipe.kinds}))
 
 
-def _last_use(txn: Transaction, node: Node) -> float:
+def last_use(txn: Transaction, node: Node) -> float:
+    """When a node was last used, in seconds since the epoch; 0 for never."""
     data = txn.get("uses", layout.u64(node.id))
     return layout.from_use_record(data)[0] / 1e9 if data is not None else 0.0

@@ -13,6 +13,7 @@ from kvkeep.prefixstore.policy import Choice, Decision, Reason, decide
 from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.restore import BrokenChunk, Rebuilt, rebuild
 from kvkeep.prefixstore.tokens import Tokens, insides
+from kvkeep.prefixstore.trace import Trace, trace
 from kvkeep.prefixstore.trie import Facts, Path, facts_of, walk
 
 ATTEMPTS = 32
@@ -52,6 +53,14 @@ class Lookup:
         with self.env.begin() as txn:
             choice, path, _ = self._decide(txn, tokens, minimum)
             return self._named(txn, tokens, choice.decision, path)
+
+    def trace(self, tokens: Tokens, minimum: int) -> Trace:
+        """The decision, with the walk and the weighing that led to it."""
+        with self.env.begin() as txn:
+            choice, path, _ = self._decide(txn, tokens, minimum)
+            decision = self._named(txn, tokens, choice.decision, path)
+            aside = self.quarantine.ids()
+            return trace(txn, self.identity.id, tokens, decision, path, self.step, aside)
 
     def find(self, tokens: Tokens, minimum: int, live: int = 0) -> Found:
         """The decision, carried out unless the caller's own ``live`` tokens reach as far.

@@ -127,6 +127,18 @@ class Choice:
     point: Point | None = None
 
 
+@dataclass(frozen=True)
+class Weighed:
+    """One recipe by itself: where it resumes, and what keeps its layers from ``limit``.
+
+    ``point`` is the resume point that lies there, ``None`` between points.
+    """
+
+    offset: int
+    point: Point | None
+    limits: tuple[LayerLimit, ...]
+
+
 def decide(
     prompt_tokens: int,
     matched: int,
@@ -151,12 +163,9 @@ def decide(
 
     best: tuple[int, bool, int, Point | None] = (0, False, -1, None)
     for index, candidate in enumerate(candidates):
-        point = _last_point(candidate, limit, grid)
-        interior = _interior(candidate, limit, grid)
-        at_point = point is not None and point.offset >= interior
-        offset = point.offset if point is not None and at_point else interior
-        if offset and (offset, at_point) > best[:2]:
-            best = (offset, at_point, index, point if at_point else None)
+        offset, point = _resumes(candidate, limit, grid)
+        if offset and (offset, point is not None) > best[:2]:
+            best = (offset, point is not None, index, point)
     offset, _, index, point = best
 
     if offset >= limit:
@@ -169,6 +178,20 @@ def decide(
         return Choice(Decision(0, matched, prompt_tokens, Reason.BELOW_MINIMUM, limits))
     decision = Decision(offset, matched, prompt_tokens, reason, limits)
     return Choice(decision, index if offset else None, point)
+
+
+def weigh(
+    prompt_tokens: int,
+    matched: int,
+    candidate: Candidate,
+    step: int = 1,
+    forbidden: Ranges = (),
+) -> Weighed:
+    """What ``decide`` finds of one candidate, for explanations."""
+    grid = _Grid(step, forbidden)
+    limit = grid.below(min(matched, prompt_tokens - 1))
+    offset, point = _resumes(candidate, limit, grid) if limit > 0 else (0, None)
+    return Weighed(offset, point, _limits_of(candidate, limit) if offset < limit else ())
 
 
 @dataclass(frozen=True)
@@ -208,6 +231,15 @@ def reachable(reach: Reach, coverage: Ranges, limit: int) -> int:
         if start == 0 and reach.window is not None:
             return min(p, reach.window)
     return 0
+
+
+def _resumes(candidate: Candidate, limit: int, grid: _Grid) -> tuple[int, Point | None]:
+    """The largest legal offset of one recipe, and the resume point there if it needs one."""
+    point = _last_point(candidate, limit, grid)
+    interior = _interior(candidate, limit, grid)
+    if point is not None and point.offset >= interior:
+        return point.offset, point
+    return interior, None
 
 
 def _last_point(candidate: Candidate, limit: int, grid: _Grid) -> Point | None:

@@ -30,6 +30,7 @@ from kvkeep.prefixstore.ranges import spelled
 from kvkeep.prefixstore.receipt import Receipt
 from kvkeep.prefixstore.recipe import kind_tree, refuse_stale
 from kvkeep.prefixstore.tokens import Tokens, as_tokens, common_prefix
+from kvkeep.prefixstore.trace import Trace
 from kvkeep.prefixstore.trie import walk
 
 log = logging.getLogger("kvkeep")
@@ -177,6 +178,12 @@ class Space:
         ids = as_tokens(tokens)
         self._await_queued(ids, minimum)
         return self._lookup.explain(ids, minimum)
+
+    def trace(self, tokens: Any, minimum: int = 1) -> Trace:
+        """As ``explain``, with the walk, the recipes and the resume points that led to it."""
+        ids = as_tokens(tokens)
+        self._await_queued(ids, minimum)
+        return self._lookup.trace(ids, minimum)
 
     def served(self, decision: Decision, seconds: float, request: str | None = None) -> str:
         """Count a lookup that a server answered from memory, without the store.
