@@ -21,6 +21,7 @@ from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore.ranges import Ranges
 
 VERSION = 1
+KEY = 32
 RECIPE_ID = 16
 MOST_POINTS = 1 << 14
 MOST_RECORD = 1 << 28
@@ -145,7 +146,7 @@ def unpack(key: bytes, data: memoryview | bytes) -> Node:
     Raises ``CorruptFrame`` or ``NewerFormat`` before anything in it is used.
     """
     view = memoryview(data)
-    if len(view) < _HEAD.size:
+    if len(view) < _HEAD.size or len(key) != KEY:
         raise CorruptFrame(f"A node record of {len(view)} bytes is too short")
     digest, version, width, n_refs, n_meta, n_tokens, node_id, start = _HEAD.unpack(
         view[: _HEAD.size]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvkeep.errors import CorruptFrame, NewerFormat
-from kvkeep.persistence.environment import Environment, Transaction
+from kvkeep.errors import CorruptFrame, Damaged, NewerFormat
+from kvkeep.persistence.environment import DATA_FILE, REBUILD, Environment, Transaction
 from kvkeep.persistence.frame import Frame
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.ledger import Ledger, counter
@@ -48,9 +48,15 @@ class Audit:
 def verify(env: Environment, progress: Progress | None = None) -> Audit:
     """Read every record of the store, check it, and recount what the counters claim.
 
-    ``progress`` is called with bytes read so far and bytes in all. Changes nothing.
+    LMDB's pages come first. Where one is damaged, that is all that is reported: the records
+    behind it cannot be counted. ``progress`` is called with bytes read so far and bytes in all.
+    Changes nothing.
     """
     audit = Audit()
+    for fault in env.check().faults:
+        _found(audit, "damaged", DATA_FILE, fault)
+    if audit.problems:
+        return audit
     with env.begin() as txn:
         total = counter(txn, "used")
         owners: dict[int, str] = {}
@@ -99,9 +105,12 @@ def repair(env: Environment) -> Audit:
 
     Damaged and missing chunks are taken out of their nodes, resume points that lost their
     state go, unreadable or unreachable nodes and orphans are deleted. Records of a newer
-    format stay.
+    format stay. Raises ``Damaged`` for damaged pages, which the records cannot mend.
     """
     audit = verify(env)
+    for problem in audit.problems:
+        if problem.where == DATA_FILE:
+            raise Damaged(f"{env.folder}: {problem.detail}", remedy=REBUILD)
     bad = {
         int(problem.where.split()[1])
         for problem in audit.problems
