@@ -14,7 +14,7 @@ import msgpack
 
 from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore import layout
-from kvkeep.prefixstore.records import Node
+from kvkeep.prefixstore.records import Node, Stored, check_of
 
 
 class Ledger:
@@ -35,11 +35,11 @@ class Ledger:
         self.txn.put("meta", b"used", layout.u64(self.used))
         self.txn.put("meta", b"next_id", layout.u64(self._next))
 
-    def put_chunk(self, frame: Any) -> int:
+    def put_chunk(self, frame: Any) -> Stored:
         """Store a frame that nothing refers to yet; not counted until a node owns it."""
         chunk = self.new_id()
         self.txn.put("chunks", layout.u64(chunk), frame, append=True)
-        return chunk
+        return Stored(chunk, len(frame), check_of(frame))
 
     def own(self, size: int) -> None:
         """Count a frame of ``size`` bytes that a node now refers to."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.errors import CorruptFrame
 from kvkeep.persistence.frame import Draft, Frame
 from kvkeep.persistence.tensors import TensorSpec
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.ledger import Ledger
-from kvkeep.prefixstore.ranges import Ranges, covers, merged, subtract
+from kvkeep.prefixstore.ranges import Ranges, clip, covers, merged, subtract
 from kvkeep.prefixstore.recipe import Recipe
-from kvkeep.prefixstore.records import Node, PointRecord, detach
+from kvkeep.prefixstore.records import Node, PointRecord, Stored, check_of, detach
 from kvkeep.prefixstore.tokens import Tokens
 from kvkeep.prefixstore.trie import held_on, walk
 
@@ -28,8 +28,7 @@ class Chunk:
     family: int
     start: int
     stop: int
-    id: int
-    size: int
+    frame: Stored
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,14 @@ def publish(
     ledger: Ledger,
     snapshot: Snapshot,
     chunks: Sequence[Chunk],
-    state: tuple[int, int] | None,
+    state: Stored | None,
     quarantined: frozenset[int],
 ) -> int:
     """Insert the tokens, attach chunks and state, and hang the resume point.
 
     Returns the bytes of rows and state that are new to the store: what another process wrote
-    meanwhile is not kept twice. ``state`` is the id and the size of the state frame. Raises
-    ``Vanished`` where the rows of the resume point are not all there; the caller then aborts
-    the transaction.
+    meanwhile is not kept twice. ``state`` is the state frame. Raises ``Vanished`` where the rows of
+    the resume point are not all there; the caller then aborts the transaction.
     """
     txn, offset, written = ledger.txn, len(snapshot.tokens), 0
     nodes = _insert(ledger, snapshot)
@@ -71,15 +69,12 @@ def publish(
         for family in held.chunks
     }
     for chunk in chunks:
-        if txn.get("chunks", layout.u64(chunk.id)) is None:
+        if txn.get("chunks", layout.u64(chunk.frame.id)) is None:
             raise Vanished("this snapshot waited so long that its chunks were freed")
-        if not subtract(((chunk.start, chunk.stop),), known.get(chunk.family, ())):
-            ledger.drop_chunk(chunk.id, owned=False)
-            continue
-        _attach(ledger, nodes, snapshot.recipe.id, chunk)
-        written += chunk.size
         have = known.get(chunk.family, ())
-        known[chunk.family] = merged((*have, (chunk.start, chunk.stop)))
+        missing = subtract(((chunk.start, chunk.stop),), have)
+        written += _attach(ledger, nodes, snapshot.recipe.id, chunk, missing)
+        known[chunk.family] = merged((*have, *missing))
     if not all(covers(known.get(family, ()), needs) for family, needs in snapshot.needs):
         raise Vanished("rows that this snapshot builds on are no longer stored")
     written += _hang(ledger, nodes, snapshot, state, quarantined)
@@ -123,15 +118,9 @@ def _split(ledger: Ledger, node: Node, at: int) -> Node:
     )
     upper = replace(upper, points=tuple(p for p in node.points if p.offset <= at))
     halves = {node.start: upper, at: lower}
-    for index, family, start, stop, chunk, size in node.refs.tolist():
-        part = Chunk(family, start, stop, chunk, size)
-        if start >= at or stop <= at:
-            half = node.start if stop <= at else at
-            halves[half] = halves[half].with_ref(
-                node.recipes[index], family, start, stop, chunk, size
-            )
-        else:
-            _attach(ledger, halves, node.recipes[index], part, owned=True)
+    for index, family, start, stop, *frame in node.refs.tolist():
+        chunk = Chunk(family, start, stop, Stored(*frame))
+        _attach(ledger, halves, node.recipes[index], chunk, ((start, stop),), owned=True)
     used = ledger.last_use(node)
     for made in halves.values():
         ledger.put_node(made)
@@ -140,36 +129,51 @@ def _split(ledger: Ledger, node: Node, at: int) -> Node:
 
 
 def _attach(
-    ledger: Ledger, nodes: dict[int, Node], recipe: bytes, chunk: Chunk, *, owned: bool = False
-) -> None:
-    """Refer to ``chunk`` from the nodes that it lies in, cutting it where they part."""
+    ledger: Ledger,
+    nodes: dict[int, Node],
+    recipe: bytes,
+    chunk: Chunk,
+    wanted: Ranges,
+    *,
+    owned: bool = False,
+) -> int:
+    """Refer to the ``wanted`` rows of ``chunk`` from the nodes that they lie in; their bytes.
+
+    A chunk that does not lie in one node, or is not wanted whole, is cut. Raises
+    ``NewerFormat`` where one of a newer format would have to be.
+    """
     parts = [
-        (node.start, max(chunk.start, node.start), min(chunk.stop, node.stop))
+        (node.start, start, stop)
         for node in nodes.values()
-        if node.start < chunk.stop and node.stop > chunk.start
+        for start, stop in clip(wanted, node.start, node.stop)
     ]
-    if len(parts) == 1:
-        pieces = [(chunk.id, chunk.size)]
+    if [part[1:] for part in parts] == [(chunk.start, chunk.stop)]:
+        pieces = [chunk.frame]
         if not owned:
-            ledger.own(chunk.size)
+            ledger.own(chunk.frame.size)
     else:
         try:
             pieces = _cut(ledger, chunk, [(start, stop) for _, start, stop in parts])
-        except (CorruptFrame, NewerFormat) as error:
+        except CorruptFrame as error:
+            if not owned:
+                raise
             # The frame stays for `verify` to name; no node vouches for it any longer.
-            ledger.disown(chunk.id, chunk.size, str(error))
-            return
-        ledger.drop_chunk(chunk.id, owned=owned)
-    for (at, start, stop), (piece, size) in zip(parts, pieces, strict=True):
-        nodes[at] = nodes[at].with_ref(recipe, chunk.family, start, stop, piece, size)
+            ledger.disown(chunk.frame.id, chunk.frame.size, str(error))
+            return 0
+        ledger.drop_chunk(chunk.frame.id, owned=owned)
+    for (at, start, stop), piece in zip(parts, pieces, strict=True):
+        nodes[at] = nodes[at].with_ref(recipe, chunk.family, start, stop, piece)
+    return sum(piece.size for piece in pieces)
 
 
-def _cut(ledger: Ledger, chunk: Chunk, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Store the rows of each part as a frame of its own; ids and sizes."""
-    data = ledger.txn.get("chunks", layout.u64(chunk.id))
+def _cut(ledger: Ledger, chunk: Chunk, parts: list[tuple[int, int]]) -> list[Stored]:
+    """Store the rows of each part as a frame of its own, counted as owned."""
+    data = ledger.txn.get("chunks", layout.u64(chunk.frame.id))
     if data is None:
         raise CorruptFrame("A chunk is missing")
     frame = Frame.open(data)
+    if check_of(data) != chunk.frame.check:
+        raise CorruptFrame("Another frame lies in the place of a chunk")
     axes = _axes(frame)
     sealed = []
     for start, stop in parts:
@@ -183,10 +187,9 @@ def _cut(ledger: Ledger, chunk: Chunk, parts: list[tuple[int, int]]) -> list[tup
                 spec.name, draft.views[spec.name], axis, start - chunk.start, stop - chunk.start
             )
         sealed.append(draft.seal())
-    pieces = []
-    for one in sealed:
-        pieces.append((ledger.put_chunk(one), len(one)))
-        ledger.own(len(one))
+    pieces = [ledger.put_chunk(one) for one in sealed]
+    for piece in pieces:
+        ledger.own(piece.size)
     return pieces
 
 
@@ -206,7 +209,7 @@ def _hang(
     ledger: Ledger,
     nodes: dict[int, Node],
     snapshot: Snapshot,
-    state: tuple[int, int] | None,
+    state: Stored | None,
     quarantined: frozenset[int],
 ) -> int:
     """Hang the resume point on the node that its offset lies in; the bytes of its state.
@@ -220,17 +223,17 @@ def _hang(
         if state is None:
             return 0
         if known.state and known.state not in quarantined:
-            ledger.drop_chunk(state[0], owned=False)
+            ledger.drop_chunk(state.id, owned=False)
             return 0
         if known.state:
             ledger.disown(known.state, known.size, "replaced by a whole state")
         nodes[at] = nodes[at].without_point(known)
-    chunk, size = state if state is not None else (0, 0)
+    frame = state or Stored(0, 0, 0)
     if state is not None:
-        ledger.own(size)
-    point = PointRecord(offset, 0, snapshot.origin, snapshot.created, chunk, size, snapshot.needs)
+        ledger.own(state.size)
+    point = PointRecord(offset, 0, snapshot.origin, snapshot.created, *frame, snapshot.needs)
     nodes[at] = nodes[at].with_point(recipe, point)
-    return size
+    return frame.size
 
 
 def _resized(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.persistence.frame import CHECKED
 from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore.ranges import Ranges
 
@@ -47,17 +48,31 @@ REF = np.dtype(
         ("stop", "<u8"),
         ("chunk", "<u8"),
         ("size", "<u8"),  # bytes of the frame
+        ("check", "<u8"),  # its checksum
     ]
 )
 
 Refs = NDArray[Any]
 
 
+class Stored(NamedTuple):
+    """A frame in ``chunks``: its id, its bytes, and the checksum that it carries.
+
+    References repeat the checksum, so that a frame that is whole but lies where another one
+    belongs does not pass for that.
+    """
+
+    id: int
+    size: int
+    check: int
+
+
 class PointRecord(NamedTuple):
     """A resume point as it is stored.
 
     ``needs`` lists, per family, the rows that the caches held when the snapshot was taken.
-    ``state`` is the chunk id of the state frame, 0 where the recipe has none.
+    ``state`` is the chunk id of the state frame, 0 where the recipe has none; ``check`` is the
+    frame's checksum.
     """
 
     offset: int
@@ -66,6 +81,7 @@ class PointRecord(NamedTuple):
     created: float
     state: int
     size: int
+    check: int
     needs: tuple[tuple[int, Ranges], ...]
 
 
@@ -97,12 +113,10 @@ class Node:
             return self, self.recipes.index(recipe)
         return replace(self, recipes=(*self.recipes, recipe)), len(self.recipes)
 
-    def with_ref(
-        self, recipe: bytes, family: int, start: int, stop: int, chunk: int, size: int
-    ) -> Node:
+    def with_ref(self, recipe: bytes, family: int, start: int, stop: int, frame: Stored) -> Node:
         """The node with one more chunk, in order of recipe, family and position."""
         node, index = self.recipe_index(recipe)
-        row = np.array([(index, family, start, stop, chunk, size)], REF)
+        row = np.array([(index, family, start, stop, *frame)], REF)
         refs = np.concatenate([node.refs, row])
         return replace(node, refs=refs[np.lexsort((refs["start"], refs["family"], refs["recipe"]))])
 
@@ -123,9 +137,14 @@ class Node:
                 return point
         return None
 
-    def chunk_ids(self) -> list[int]:
+    def frames(self) -> list[Stored]:
         """Every value in ``chunks`` that lives and dies with this node."""
-        return [*map(int, self.refs["chunk"]), *(p.state for p in self.points if p.state)]
+        rows = [Stored(*frame) for frame in self.refs[["chunk", "size", "check"]].tolist()]
+        return rows + [Stored(p.state, p.size, p.check) for p in self.points if p.state]
+
+    def chunk_ids(self) -> list[int]:
+        """The ids of ``frames``."""
+        return [frame.id for frame in self.frames()]
 
     def pack(self) -> bytes:
         """The record."""
@@ -194,8 +213,8 @@ def _read_meta(meta: Any) -> tuple[tuple[bytes, ...], tuple[PointRecord, ...]]:
 
 def _is_point(point: Any, recipes: int) -> bool:
     """Plain comparisons, because every lookup does this. Raises ``TypeError``, ``ValueError``."""
-    offset, recipe, origin, created, state, size, needs = point
-    if not type(offset) is type(recipe) is type(state) is type(size) is int:
+    offset, recipe, origin, created, state, size, check, needs = point
+    if not type(offset) is type(recipe) is type(state) is type(size) is type(check) is int:
         return False
     if type(origin) is not str or type(created) not in (float, int) or type(needs) is not tuple:
         return False
@@ -206,6 +225,11 @@ def _is_point(point: Any, recipes: int) -> bool:
             if not type(start) is type(stop) is int or not 0 <= start < stop:
                 return False
     return 0 <= recipe < recipes and offset >= 0 <= state and size >= 0
+
+
+def check_of(frame: Any) -> int:
+    """The checksum that a frame carries."""
+    return int.from_bytes(frame[CHECKED : CHECKED + 8], "little")
 
 
 def narrow(tokens: NDArray[Any]) -> NDArray[Any]:

@@ -13,7 +13,7 @@ from kvkeep.persistence.environment import DATA_FILE, REBUILD, Environment, Tran
 from kvkeep.persistence.frame import Frame
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.ledger import Ledger, counter
-from kvkeep.prefixstore.records import Node, detach, unpack
+from kvkeep.prefixstore.records import Node, Stored, check_of, detach, unpack
 from kvkeep.prefixstore.trie import load_recipe
 
 Progress = Callable[[int, int], None]
@@ -59,7 +59,7 @@ def verify(env: Environment, progress: Progress | None = None) -> Audit:
         return audit
     with env.begin() as txn:
         total = counter(txn, "used")
-        owners: dict[int, str] = {}
+        owners: dict[int, tuple[str, Stored]] = {}
         used = 0
         ids: set[int] = {layout.ROOT}
         parents: list[tuple[str, int]] = []
@@ -72,10 +72,10 @@ def verify(env: Environment, progress: Progress | None = None) -> Audit:
             ids.add(node.id)
             parents.append((where, layout.from_u64(key[16:24])))
             _check_node(audit, txn, node, where)
-            for chunk in node.chunk_ids():
-                if chunk in owners:
-                    _found(audit, "chunk owned twice", where, f"also by {owners[chunk]}")
-                owners[chunk] = _span(node)
+            for frame in node.frames():
+                if frame.id in owners:
+                    _found(audit, "chunk owned twice", where, f"also by {owners[frame.id][0]}")
+                owners[frame.id] = _span(node), frame
         for where, parent in parents:
             if parent not in ids:
                 _found(audit, "unreachable", where, "its parent is not stored")
@@ -90,8 +90,8 @@ def verify(env: Environment, progress: Progress | None = None) -> Audit:
                 used += layout.footprint(len(data))
             elif chunk not in waiting and txn.get("quarantine", key) is None:
                 _found(audit, "orphan", f"chunk {chunk}", "no node refers to it", damage=False)
-            _check_frame(audit, data, f"chunk {chunk}", owners.get(chunk, "nobody"))
-        for chunk, owner in owners.items():
+            _check_frame(audit, data, f"chunk {chunk}", *owners.get(chunk, ("nobody", None)))
+        for chunk, (owner, _) in owners.items():
             if txn.get("chunks", layout.u64(chunk)) is None:
                 _found(audit, "missing", f"chunk {chunk}", f"{owner} refers to it")
         _check_uses(audit, txn)
@@ -165,9 +165,13 @@ def _check_node(audit: Audit, txn: Transaction, node: Node, where: str) -> None:
             _found(audit, "newer", where, "its recipe cannot be read by this version", damage=False)
 
 
-def _check_frame(audit: Audit, data: memoryview, where: str, owner: str) -> None:
+def _check_frame(
+    audit: Audit, data: memoryview, where: str, owner: str, due: Stored | None
+) -> None:
     try:
         frame = Frame.open(data)
+        if due is not None and check_of(data) != due.check:
+            raise CorruptFrame("Another frame lies in its place")
         for name in frame.specs:
             frame.read(name)
     except NewerFormat as error:

@@ -23,8 +23,8 @@ from kvkeep.persistence.tensors import TensorSpec
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.ranges import covers, merged
 from kvkeep.prefixstore.recipe import assemble
-from kvkeep.prefixstore.records import PointRecord
-from kvkeep.prefixstore.trie import Held
+from kvkeep.prefixstore.records import PointRecord, check_of
+from kvkeep.prefixstore.trie import Held, Rows
 
 
 class BrokenChunk(Exception):
@@ -57,7 +57,7 @@ def rebuild(
     state: Frame | None = None
     if point is not None and point.state:
         expect = {"space": space, "recipe": recipe.id, "offset": p}
-        state, _ = _open(txn, point.state, expect)
+        state, _ = _open(txn, point.state, point.check, expect)
         metas = list(_metas(state, len(recipe.layers), point.state))
     params = [dict(layer.params) for layer in recipe.layers]
     placements = [
@@ -96,8 +96,8 @@ def rebuild(
     return Rebuilt(assemble(recipe, leaves), sum(done))
 
 
-def _jobs(held: Held, placements: list[Placement]) -> list[tuple[int, int, int, int]]:
-    """The chunks to read: family, start, stop, chunk id."""
+def _jobs(held: Held, placements: list[Placement]) -> list[tuple[int, Rows]]:
+    """The chunks to read, with their families."""
     jobs = []
     for index, family in enumerate(held.recipe.families):
         wanted = merged(
@@ -109,9 +109,9 @@ def _jobs(held: Held, placements: list[Placement]) -> list[tuple[int, int, int, 
         if not covers(coverage, wanted):
             raise Damaged(f"Rows of family {index} are missing; the policy should have known")
         jobs += [
-            (index, start, stop, chunk)
-            for start, stop, chunk in held.chunks.get(index, ())
-            if any(start < b and a < stop for a, b in wanted)
+            (index, rows)
+            for rows in held.chunks.get(index, ())
+            if any(rows.start < b and a < rows.stop for a, b in wanted)
         ]
     return jobs
 
@@ -120,10 +120,10 @@ def _check_claim(
     txn: Transaction,
     held: Held,
     placements: list[Placement],
-    jobs: list[tuple[int, int, int, int]],
+    jobs: list[tuple[int, Rows]],
 ) -> None:
     """Nothing is allocated for rows that the stored bytes cannot expand to."""
-    stored = sum(len(_value(txn, chunk)) for *_, chunk in jobs)
+    stored = sum(len(_value(txn, rows.chunk)) for _, rows in jobs)
     due = sum(
         spec.bytes_per_token * segment.length
         for layer, placement in zip(held.recipe.layers, placements, strict=True)
@@ -141,13 +141,12 @@ def _fill(
     placements: list[Placement],
     slab: Slab,
     family: int,
-    start: int,
-    stop: int,
-    chunk: int,
+    rows: Rows,
 ) -> int:
     """Copy one chunk's rows to where they belong; the bytes read."""
+    start, stop, chunk, check = rows
     expect = {"space": space, "recipe": held.recipe_id, "family": family, "start": start}
-    frame, size = _open(txn, chunk, expect)
+    frame, size = _open(txn, chunk, check, expect)
     for i in held.recipe.families[family].layers:
         for spec in held.recipe.layers[i].rows:
             name = f"{i}/{spec.name}"
@@ -175,8 +174,8 @@ def _fill(
     return size
 
 
-def _open(txn: Transaction, chunk: int, expect: Mapping[str, Any]) -> tuple[Frame, int]:
-    """A verified frame that is what ``expect`` says, and its bytes."""
+def _open(txn: Transaction, chunk: int, check: int, expect: Mapping[str, Any]) -> tuple[Frame, int]:
+    """A verified frame that is the very one meant and what ``expect`` says, and its bytes."""
     data = _value(txn, chunk)
     try:
         frame = Frame.open(data)
@@ -184,6 +183,8 @@ def _open(txn: Transaction, chunk: int, expect: Mapping[str, Any]) -> tuple[Fram
         raise BrokenChunk(chunk, error.problem, newer=True) from error
     except CorruptFrame as error:
         raise BrokenChunk(chunk, error.problem) from error
+    if check_of(data) != check:
+        raise BrokenChunk(chunk, "another frame lies in its place")
     for key, value in expect.items():
         if frame.extra.get(key) != value:
             raise BrokenChunk(chunk, f"the record belongs to another {key}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvkeep.errors import CorruptFrame, NewerFormat
 from kvkeep.persistence.environment import Transaction
@@ -31,18 +31,27 @@ class Path:
     newer: bool = False
 
 
+class Rows(NamedTuple):
+    """A row chunk on a path: its positions, its id, and the checksum of its frame."""
+
+    start: int
+    stop: int
+    chunk: int
+    check: int
+
+
 @dataclass(frozen=True)
 class Held:
     """What a path stores for one recipe: chunks and resume points, cut at ``matched``."""
 
     recipe_id: bytes
     recipe: Recipe
-    chunks: Mapping[int, list[tuple[int, int, int]]]  # family: (start, stop, chunk id)
+    chunks: Mapping[int, list[Rows]]  # by family
     points: tuple[PointRecord, ...]
 
     def coverage(self, family: int) -> Ranges:
         """The positions of ``family`` whose rows are stored."""
-        return merged((start, stop) for start, stop, _ in self.chunks.get(family, ()))
+        return merged((rows.start, rows.stop) for rows in self.chunks.get(family, ()))
 
 
 @dataclass
@@ -110,16 +119,16 @@ def _recipe(data: bytes, recipe_id: bytes) -> Recipe | None:
 
 def held_on(txn: Transaction, path: Path, quarantined: Container[int]) -> list[Held]:
     """What ``path`` stores for every recipe on it, without quarantined records."""
-    chunks: dict[bytes, dict[int, list[tuple[int, int, int]]]] = {}
+    chunks: dict[bytes, dict[int, list[Rows]]] = {}
     points: dict[bytes, list[PointRecord]] = {}
     for node in path.nodes:
         for recipe_id in node.recipes:
             chunks.setdefault(recipe_id, {})
         refs = node.refs[node.refs["start"] < path.matched]
-        for index, family, start, stop, chunk, _ in refs.tolist():
+        for index, family, start, stop, chunk, _, check in refs.tolist():
             if chunk not in quarantined:
                 mine = chunks[node.recipes[index]].setdefault(family, [])
-                mine.append((start, min(stop, path.matched), chunk))
+                mine.append(Rows(start, min(stop, path.matched), chunk, check))
         for point in node.points:
             if point.offset <= path.matched:
                 points.setdefault(node.recipes[point.recipe], []).append(point)

@@ -33,6 +33,7 @@ from kvkeep.prefixstore.prepare import Prepared, RowDraft
 from kvkeep.prefixstore.publish import Chunk, Vanished, publish
 from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.receipt import Receipt
+from kvkeep.prefixstore.records import Stored
 from kvkeep.prefixstore.trie import walk
 
 log = logging.getLogger("kvkeep")
@@ -180,7 +181,7 @@ class Writer:
             with self._env.begin(write=True) as txn:
                 ledger = Ledger(txn)
                 self._make_room(ledger, prepared)
-                chunks = [_chunk(row, ledger.put_chunk(data), data) for row, data in sealed]
+                chunks = [_chunk(row, ledger.put_chunk(data)) for row, data in sealed]
                 return self._publish(ledger, prepared, chunks)
         return self._write_large(prepared)
 
@@ -196,9 +197,9 @@ class Writer:
             for row, data in self._sealed(prepared.rows):
                 with self._env.begin(write=True) as txn:
                     ledger = Ledger(txn)
-                    chunks.append(_chunk(row, ledger.put_chunk(data), data))
+                    chunks.append(_chunk(row, ledger.put_chunk(data)))
                     ledger.settle()
-                    txn.put("pending", layout.pair(job, chunks[-1].id), _pending(0))
+                    txn.put("pending", layout.pair(job, chunks[-1].frame.id), _pending(0))
             with self._env.begin(write=True) as txn:
                 ledger = Ledger(txn)
                 for key in list(txn.keys("pending", prefix=layout.u64(job))):
@@ -212,7 +213,7 @@ class Writer:
         state = None
         if prepared.state is not None:
             data = prepared.state.seal()
-            state = (ledger.put_chunk(data), len(data))
+            state = ledger.put_chunk(data)
         written = publish(ledger, prepared.snapshot, chunks, state, self._quarantine.ids())
         # Node records, and edges that were split, may have taken more than was made free.
         self._fit(ledger, prepared, 0)
@@ -340,5 +341,5 @@ def _nothing() -> None:
     """Wakes the thread, so that it looks for what is to be done later."""
 
 
-def _chunk(row: RowDraft, chunk: int, data: Any) -> Chunk:
-    return Chunk(row.family, row.start, row.stop, chunk, len(data))
+def _chunk(row: RowDraft, frame: Stored) -> Chunk:
+    return Chunk(row.family, row.start, row.stop, frame)
