@@ -11,14 +11,15 @@ that cannot be cut never hides a shorter one. What is taken out is the caller's 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from kvkeep.hooks.live_caches import candidate, clone, cut, nbytes
 from kvkeep.prefixstore.policy import Candidate, Point, decide
-from kvkeep.prefixstore.recipe import Live
+from kvkeep.prefixstore.receipt import Receipt
+from kvkeep.prefixstore.recipe import Live, assemble
 from kvkeep.prefixstore.tokens import Tokens, common_prefix, insides
 
 TYPES = ("assistant", "user", "system")
@@ -30,7 +31,7 @@ class Entry:
     """Caches that cover ``tokens``, and a draft model's beside them where there is one.
 
     ``target`` is ``None`` for caches of a class that no codec knows: they are resumed where
-    they stand and nowhere else. ``backed`` says that the store below has them too.
+    they stand and nowhere else. ``receipt`` is the store's, where one was asked.
     """
 
     home: Hashable
@@ -39,7 +40,7 @@ class Entry:
     target: Live | None
     cache_type: str = "assistant"
     draft: Live | None = None
-    backed: bool = False
+    receipt: Receipt | None = None
     used: int = 0
     nbytes: int = field(init=False)
     reach: Candidate = field(init=False)
@@ -49,6 +50,11 @@ class Entry:
         self.nbytes = nbytes([*self.caches, *drafted])
         unknown = Candidate((), (), (Point(len(self.tokens)),))
         self.reach = candidate(self.target) if self.target is not None else unknown
+
+    @property
+    def backed(self) -> bool:
+        """Whether the store below has it too, or is about to."""
+        return self.receipt is not None and (not self.receipt.wait(0) or self.receipt.stored)
 
     def offset(self, tokens: Tokens) -> int:
         """The largest offset below the end of ``tokens`` at which this can be resumed."""
@@ -113,7 +119,7 @@ class MemoryTier:
         """Keep ``entry``; whether it is kept. What it covers goes, then the least recent."""
         mine = [e for e in self._of(entry.home) if e is not entry]
         entry.used = next(self._clock)
-        if entry.nbytes > self.max_bytes or self.max_size < 1:
+        if entry.nbytes > self.max_bytes or self.max_size < 1 or not _useful(entry):
             return False
         for other in mine:
             if len(other.tokens) > len(entry.tokens) and _covers(other, entry):
@@ -149,6 +155,12 @@ class MemoryTier:
         return (entry for entry in self._entries if entry.home == home)
 
 
+def _useful(entry: Entry) -> bool:
+    """Whether it can be resumed where its tokens end: it may stand beyond them."""
+    end = len(entry.tokens)
+    return entry.target is None or decide(end + 1, end, [entry.reach]).decision.offset == end
+
+
 def _covers(longer: Entry, shorter: Entry) -> bool:
     """Whether ``longer`` can be resumed at the end of ``shorter``, in the same precision."""
     end = len(shorter.tokens)
@@ -170,12 +182,6 @@ def _drafted(draft: Live, tokens: Tokens, consume: bool) -> tuple[list[Any] | No
     if offset == 0:
         return None, 0
     if offset == draft.offset:
-        whole: Sequence[Any] = _assembled(draft)
-        return (list(whole) if consume else clone(whole)), offset
+        whole = assemble(draft.recipe, [cache for _, cache, _ in draft.leaves])
+        return (whole if consume else clone(whole)), offset
     return cut(draft, offset, consume=consume), offset
-
-
-def _assembled(live: Live) -> list[Any]:
-    from kvkeep.prefixstore.recipe import assemble
-
-    return assemble(live.recipe, [cache for _, cache, _ in live.leaves])
