@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvkeep.errors import KvkeepError as KvkeepError
+    from kvkeep.hooks.prompt_cache import PromptCache as PromptCache
+    from kvkeep.hooks.session import Session as Session
+    from kvkeep.hooks.session import session as session
     from kvkeep.prefixstore.policy import Decision as Decision
     from kvkeep.prefixstore.policy import LayerLimit as LayerLimit
     from kvkeep.prefixstore.policy import Reason as Reason
@@ -36,13 +39,16 @@ _HOMES = {
     "Hit": ("kvkeep.prefixstore.space", "Hit"),
     "KvkeepError": ("kvkeep.errors", "KvkeepError"),
     "LayerLimit": ("kvkeep.prefixstore.policy", "LayerLimit"),
+    "PromptCache": ("kvkeep.hooks.prompt_cache", "PromptCache"),
     "Reason": ("kvkeep.prefixstore.policy", "Reason"),
     "Receipt": ("kvkeep.prefixstore.receipt", "Receipt"),
     "Report": ("kvkeep.prefixstore.report", "Report"),
+    "Session": ("kvkeep.hooks.session", "Session"),
     "Space": ("kvkeep.prefixstore.space", "Space"),
     "Store": ("kvkeep.prefixstore.store", "Store"),
     "media_tokens": ("kvkeep.prefixstore.tokens", "media_tokens"),
     "open": ("kvkeep.prefixstore.store", "open_store"),
+    "session": ("kvkeep.hooks.session", "session"),
 }
 
 __all__ = [
@@ -50,14 +56,17 @@ __all__ = [
     "Hit",
     "KvkeepError",
     "LayerLimit",
+    "PromptCache",
     "Reason",
     "Receipt",
     "Report",
+    "Session",
     "Space",
     "Store",
     "__version__",
     "media_tokens",
     "open",
+    "session",
 ]
 
 
