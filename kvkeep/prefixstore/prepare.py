@@ -8,7 +8,7 @@ when this returns (I10).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvkeep.prefixstore.ranges import (
     total,
 )
 from kvkeep.prefixstore.recipe import Layer, Live, read_caches
+from kvkeep.prefixstore.threads import run_all
 from kvkeep.prefixstore.tokens import Tokens, common_prefix
 from kvkeep.prefixstore.trie import held_on, walk
 
@@ -186,15 +187,18 @@ def _copy_rows(
                 "stop": stop,
                 "axes": axes,
             }
-            draft = Draft(specs, extra)
-            for i, layer in layers:
-                for spec in layer.rows:
-                    name = f"{i}/{spec.name}"
-                    _copy(
-                        live.leaves[i][2], planes[name], draft.views[name], spec.axis, start, stop
-                    )
-            out.append(RowDraft(index, start, stop, draft))
+            out.append(RowDraft(index, start, stop, Draft(specs, extra)))
+    run_all(lambda row: _fill(live, planes, row), out)
     return tuple(out)
+
+
+def _fill(live: Live, planes: Mapping[str, Any], row: RowDraft) -> None:
+    """Copy the rows of one chunk into its draft."""
+    for i in live.recipe.families[row.family].layers:
+        for spec in live.recipe.layers[i].rows:
+            name = f"{i}/{spec.name}"
+            out = row.draft.views[name]
+            _copy(live.leaves[i][2], planes[name], out, spec.axis, row.start, row.stop)
 
 
 def _planes(live: Live) -> dict[str, Any]:
