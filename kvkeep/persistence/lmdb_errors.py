@@ -26,6 +26,7 @@ from kvkeep.errors import (
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_HANDLES = {errno.EMFILE, errno.ENFILE}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR}
 _DAMAGE = (
     "CorruptedError",
@@ -75,6 +76,10 @@ def translate(error: lmdb.Error | OSError, folder: Path) -> KvkeepError:
         return StoreUnusable(
             f"{folder}: no memory or address space",
             remedy="Free memory, raise `ulimit -v`, or make a store with a smaller max_bytes.",
+        )
+    if number in _HANDLES:
+        return StoreUnusable(
+            f"{folder}: too many open files", remedy="Close some, or raise `ulimit -n`."
         )
     if number in _ABSENT:
         return NotAStore(f"{folder}: no store is there")

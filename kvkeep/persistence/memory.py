@@ -45,7 +45,7 @@ class Slab:
 
     ``views`` maps names to writable numpy arrays in the host dtype and the tensor's shape,
     with undefined contents. Any thread may fill them. Make the slab and call ``take`` on the
-    thread that will use the arrays.
+    thread that will use the arrays. Raises ``MemoryError``.
     """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
@@ -53,7 +53,10 @@ class Slab:
         if len(self._specs) != len(specs):
             raise ValueError("Two tensors of a slab have the same name")
         loadable = [spec for spec in specs if spec.dtype in SAFETENSORS_DTYPES and spec.nbytes]
-        self._arrays = _untouched(loadable) if loadable and fills_in_place() else {}
+        try:
+            self._arrays = _untouched(loadable) if loadable and fills_in_place() else {}
+        except RuntimeError as error:  # all that MLX can say of memory that it did not get
+            raise MemoryError(f"MLX got no memory for the caches ({error})") from error
         self.views: dict[str, Host] = {}
         for spec in specs:
             array = self._arrays.get(spec.name)

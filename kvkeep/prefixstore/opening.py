@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import KvkeepError, NotAStore, StoreReadOnly, StoreTooNew
+from kvkeep.persistence.lmdb_errors import translate_opening
 from kvkeep.prefixstore.layout import FORMAT
 
 MARKER = "store.json"
@@ -56,7 +57,7 @@ def find_or_make(folder: Path, budget: int | None, *, read_only: bool) -> Marker
     except PermissionError as error:
         raise StoreReadOnly(f"{error.filename} cannot be used: {error.strerror}") from error
     except OSError as error:
-        raise NotAStore(f"{folder} cannot hold a store: {error.strerror or error}") from error
+        raise translate_opening(error, folder) from error
 
 
 def _read(file: Path) -> Marker:

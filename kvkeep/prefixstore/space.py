@@ -35,6 +35,10 @@ from kvkeep.prefixstore.trie import walk
 
 log = logging.getLogger("kvkeep")
 
+FAILURES = (KvkeepError, OSError, MemoryError, RuntimeError)
+"""What becomes a miss or a receipt (I7). MLX without memory and threads that cannot start raise
+``RuntimeError``."""
+
 SHED = "shed: the writer is behind"
 """The reason of a snapshot that was left out, because it might not wait."""
 
@@ -234,7 +238,7 @@ class Space:
             return Receipt().settle(False, 0, error.problem)
         except (Refused, StoreClosed):
             raise
-        except (KvkeepError, OSError, MemoryError) as error:
+        except FAILURES as error:
             log.warning("kvkeep: not stored: %s", error)
             problem = error.problem if isinstance(error, KvkeepError) else str(error)
             return Receipt().settle(False, 0, problem)
@@ -245,7 +249,7 @@ class Space:
             return self._lookup.find(ids, minimum, held)
         except StoreClosed:
             raise
-        except (KvkeepError, OSError, MemoryError) as error:
+        except FAILURES as error:
             log.warning("kvkeep: a lookup failed and counts as a miss: %s", error)
             return Found(Decision(held, held, len(ids), Reason.STORE_FAILED))
 
