@@ -20,6 +20,7 @@ COMMANDS = {
     "restore": "restore",
     "why": "why",
     "ls": "ls",
+    "tree": "tree",
     "inspect": "inspect",
     "report": "report",
     "verify": "verify",

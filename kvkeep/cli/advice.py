@@ -48,7 +48,7 @@ ADVICE = {
 }
 """What to change, for each reason; figures are filled in."""
 
-_CHANGED = {
+CHANGED = {
     "weights": "other weights than when it was stored: store it once for these",
     "config": "the model's config or RoPE parameters changed: store it once for these",
     "tokenizer": "the tokenizer changed: the same text may have other tokens now",
@@ -73,8 +73,8 @@ def meaning(reason: str) -> str:
 def advice(report: Report, reason: str) -> str:
     """What would help against ``reason``, in one line; empty for one that is not known here."""
     stem, _, detail = reason.partition(":")
-    if stem == "space_changed" and detail in _CHANGED:
-        return _CHANGED[detail]
+    if stem == "space_changed" and detail in CHANGED:
+        return CHANGED[detail]
     lost = report.by_reason.get(reason)
     gap = lost.matched_tokens - lost.resumed_tokens if lost is not None else 0
     half = f"{magnitude(gap / 2)} tokens"

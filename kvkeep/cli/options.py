@@ -113,17 +113,28 @@ def model(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Passes ``choice: kvkeep.cli.models.Choice``.
     """
+    return _model(function, required=True)
 
+
+def optional_model(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but there may be none. Passes ``choice: Choice | None`` and ``salt``."""
+    return _model(function, required=False)
+
+
+def _model(function: Callable[..., Any], *, required: bool) -> Callable[..., Any]:
     @wraps(function)
     def collected(*args: Any, **values: Any) -> Any:
         chosen = {field.name: values.pop(field.name) for field in fields(Choice)}
-        return function(*args, choice=Choice(**chosen), **values)
+        if not required:
+            values["salt"] = chosen["salt"]
+        choice = Choice(**chosen) if chosen["model"] is not None else None
+        return function(*args, choice=choice, **values)
 
     return _with(
         collected,
         click.option(
             "--model",
-            required=True,
+            required=required,
             metavar="MODEL",
             help="Folder of an mlx-lm model, or its id on the hub.",
         ),

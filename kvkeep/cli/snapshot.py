@@ -117,7 +117,7 @@ def take(space: Space, loaded: Loaded, choice: Choice, tokens: list[int]) -> Out
         prefill(loaded.model, todo, caches, step=step, progress=points, **choice.quantization)
     read = time.perf_counter()
     end = len(prefix) // step * step if choice.exact else len(prefix)
-    receipts = [*points.receipts, (end, space.snapshot(prefix, caches))]
+    receipts = [*points.receipts, (end, space.snapshot(prefix, caches, request=hit.request))]
     receipts[-1][1].wait()
     stored = time.perf_counter()
     return Outcome(hit.offset, len(todo), receipts, read - started, stored - read)

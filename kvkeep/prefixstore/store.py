@@ -21,11 +21,14 @@ from kvkeep.prefixstore.event import LONGEST
 from kvkeep.prefixstore.evict import Evicted, evict
 from kvkeep.prefixstore.ledger import Ledger, counter
 from kvkeep.prefixstore.opening import Marker, find_or_make
+from kvkeep.prefixstore.past import Past
+from kvkeep.prefixstore.past import find as find_past
 from kvkeep.prefixstore.recipe import kind_tree
 from kvkeep.prefixstore.report import WORST, Filter, Report, build
 from kvkeep.prefixstore.sizes import parse_size
 from kvkeep.prefixstore.space import Space
 from kvkeep.prefixstore.tokens import as_tokens
+from kvkeep.prefixstore.tree import Branch, branches
 from kvkeep.prefixstore.trie import walk
 from kvkeep.prefixstore.writer import Limits, free_orphans
 
@@ -185,6 +188,23 @@ class Store:
         only = Filter(identity.salt_digest(salt) if salt is not None else None, space)
         with self.env.begin() as txn:
             return build(txn, self.max_bytes, since, only, worst=worst)
+
+    def past(self, request: str) -> Past:
+        """A lookup that is over, by its request id or the beginning of it.
+
+        Raises ``NoSuchRequest``.
+        """
+        self.flush()
+        with self.env.begin() as txn:
+            return find_past(txn, request, self._core.quarantine.ids())
+
+    def tree(self, space: Space | str, first: int = 0) -> list[Branch]:
+        """The stored prefixes of a space, each before those below it; with the ``first`` token
+        ids of each. ``space`` may be its hexadecimal id.
+        """
+        space_id = space.id if isinstance(space, Space) else bytes.fromhex(space)
+        with self.env.begin() as txn:
+            return branches(txn, space_id, first)
 
     def spaces(self) -> list[browse.SpaceInfo]:
         """Every space, with what it keeps."""

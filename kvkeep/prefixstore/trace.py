@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from kvkeep.errors import CorruptFrame, NewerFormat
 from kvkeep.persistence.environment import Transaction
-from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.policy import Decision, LayerLimit, weigh
 from kvkeep.prefixstore.records import Node, unpack
 from kvkeep.prefixstore.tokens import Tokens, insides
@@ -102,14 +102,12 @@ def trace(
         decision,
         steps,
         tuple(_recipes(facts, tokens, decision, step)),
-        tuple(_near(path, decision, quarantined)),
-        tuple(_continues(txn, space, path)),
+        tuple(near_points(path, decision.matched, quarantined)),
+        tuple(continuations(txn, space, path)),
     )
 
 
-def _recipes(
-    facts: Facts, tokens: Tokens, decision: Decision, step: int
-) -> Iterator[RecipeTrace]:
+def _recipes(facts: Facts, tokens: Tokens, decision: Decision, step: int) -> Iterator[RecipeTrace]:
     inside = insides(tokens)
     chosen = False
     for held, candidate in zip(facts.held, facts.candidates, strict=True):
@@ -129,30 +127,27 @@ def _recipes(
         )
 
 
-def _near(path: Path, decision: Decision, quarantined: Container[int]) -> Iterator[Near]:
+def near_points(path: Path, matched: int, quarantined: Container[int]) -> Iterator[Near]:
     """The last two resume points up to the parting, and the first one beyond it."""
     points = sorted(
         {(p.offset, p.origin, p.created, p.state) for node in path.nodes for p in node.points}
     )
-    before = [p for p in points if p[0] <= decision.matched]
-    beyond = [p for p in points if p[0] > decision.matched]
+    before = [p for p in points if p[0] <= matched]
+    beyond = [p for p in points if p[0] > matched]
     for offset, origin, created, state in before[-2:] + beyond[:1]:
-        yield Near(offset, origin, created, state not in quarantined, offset > decision.matched)
+        yield Near(offset, origin, created, state not in quarantined, offset > matched)
 
 
-def _continues(txn: Transaction, space: bytes, path: Path) -> Iterator[tuple[int, ...]]:
+def continuations(txn: Transaction, space: bytes, path: Path) -> Iterator[tuple[int, ...]]:
     """What is stored behind the parting: the rest of an edge, or the edges that begin there."""
-    last = path.nodes[-1] if path.nodes else None
-    if last is not None and path.matched < last.stop:
+    if not path.nodes:
+        return
+    last = path.nodes[-1]
+    if path.matched < last.stop:
         yield _run(txn, space, last, path.matched - last.start)
         return
-    parent = last.id if last is not None else layout.ROOT
-    for number, key in enumerate(children(txn, space, parent)):
-        if number == BRANCHES:
-            return
-        node = _node(txn, key)
-        if node is not None and last is not None:
-            yield _run(txn, space, node, 0)
+    for key in islice(children(txn, space, last.id), BRANCHES):
+        yield _run(txn, space, _node(txn, key), 0)
 
 
 def _run(txn: Transaction, space: bytes, node: Node | None, skip: int) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ import click
 import pytest
 
 from kvkeep.cli import COMMANDS, main
-from kvkeep.cli.reference import reference
 from kvkeep.cli.advice import ADVICE, MEANING
+from kvkeep.cli.reference import reference
 from kvkeep.prefixstore.policy import Reason
 from tests.cli.conftest import Ask
 from tests.cli.test_simulate import TRACES, asked
@@ -84,6 +84,10 @@ def test_json_has_exactly_the_documented_keys(
         "report": ask("report"),
         "evict": ask("evict", "--to", "1GiB"),
     }
+    (over,) = [w for w in seen["report"]["worst"] if w["resumed_tokens"]]
+    past = ask("why", over["request"])
+    seen["why"] |= {"request": past["request"], "notes": past["notes"]}
+    seen["tree"] = ask("tree")
     conversation = seen["ls"]["conversations"][0]["id"]
     seen["inspect"] = ask("inspect", conversation, "--tokens")
     file = str(tmp_path / "out.safetensors")
