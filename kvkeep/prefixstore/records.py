@@ -30,7 +30,7 @@ MOST_RECORD = 1 << 28
 
 _HEAD = struct.Struct(
     "<"
-    "Q"  # xxh3-64 of everything after this field
+    "Q"  # xxh3-64 of the key that the record is filed under and of everything after this field
     "H"  # version of this record
     "H"  # bytes of one token: 4 or 8
     "I"  # chunk references
@@ -39,6 +39,8 @@ _HEAD = struct.Struct(
     "Q"  # node id
     "Q"  # start offset
 )
+
+_DIGEST = struct.Struct("<Q")
 
 REF = np.dtype(
     [
@@ -153,10 +155,19 @@ class Node:
         refs = np.ascontiguousarray(self.refs)
         body = _HEAD.pack(
             0, VERSION, tokens.itemsize, len(refs), len(meta), len(tokens), self.id, self.start
-        )[8:]
-        parts: bytes = body + refs.tobytes() + meta + tokens.tobytes()
-        digest: bytes = struct.pack("<Q", xxhash.xxh3_64_intdigest(parts))
-        return digest + parts
+        )[_DIGEST.size :]
+        return sealed(self.key, body + refs.tobytes() + meta + tokens.tobytes())
+
+
+def sealed(key: bytes, body: bytes) -> bytes:
+    """The record that is filed under ``key``: its checksum, which covers the key, and ``body``."""
+    return _DIGEST.pack(_digest(key, body)) + body
+
+
+def _digest(key: bytes, body: bytes | memoryview) -> int:
+    state = xxhash.xxh3_64(key)
+    state.update(body)
+    return state.intdigest()
 
 
 def unpack(key: bytes, data: memoryview | bytes) -> Node:
@@ -176,7 +187,7 @@ def unpack(key: bytes, data: memoryview | bytes) -> Node:
     fits = width in (4, 8) and meta_end + n_tokens * width == len(view) and n_tokens > 0
     if (version <= VERSION and not fits) or len(view) > MOST_RECORD:
         raise CorruptFrame("A node record's lengths do not add up")
-    if xxhash.xxh3_64_intdigest(view[8:]) != digest:
+    if _digest(key, view[_DIGEST.size :]) != digest:
         raise CorruptFrame("A node record does not match its checksum")
     if version > VERSION:
         raise NewerFormat(f"A node record has version {version}; this kvkeep reads {VERSION}")
