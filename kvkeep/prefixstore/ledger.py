@@ -45,23 +45,20 @@ class Ledger:
         """Count a frame of ``size`` bytes that a node now refers to."""
         self.used += layout.footprint(size)
 
-    def disown(self, chunk: int, size: int, reason: str) -> None:
+    def disown(self, frame: Stored, reason: str) -> None:
         """Put an owned frame aside that no node refers to any longer, because it is damaged."""
-        self.used -= layout.footprint(size)
-        quarantine(self.txn, chunk, reason)
+        self.used -= layout.footprint(frame.size)
+        quarantine(self.txn, frame.id, reason)
 
-    def drop_chunk(self, chunk: int, *, owned: bool = True) -> int:
-        """Delete a frame; the bytes that this gave back."""
-        key = layout.u64(chunk)
-        data = self.txn.get("chunks", key)
-        if data is None:
-            return 0
-        size = layout.footprint(len(data))
-        self.txn.delete("chunks", key)
-        self.txn.delete("quarantine", key)
-        if owned:
-            self.used -= size
-        return size
+    def drop_chunk(self, chunk: int) -> None:
+        """Delete a frame that no node refers to."""
+        self.txn.delete("chunks", layout.u64(chunk))
+        self.txn.delete("quarantine", layout.u64(chunk))
+
+    def release(self, frame: Stored) -> None:
+        """Delete a frame that a node owned. Counts what was counted, whatever is there now."""
+        self.used -= layout.footprint(frame.size)
+        self.drop_chunk(frame.id)
 
     def put_node(self, node: Node) -> None:
         """Write a node record, new or changed."""
@@ -75,8 +72,8 @@ class Ledger:
     def drop_node(self, node: Node) -> int:
         """Delete a node with all that it owns; the bytes that this gave back."""
         before = self.used
-        for chunk in node.chunk_ids():
-            self.drop_chunk(chunk)
+        for frame in node.frames():
+            self.release(frame)
         data = self.txn.get("nodes", node.key)
         if data is not None:
             self.used -= layout.footprint(len(data))

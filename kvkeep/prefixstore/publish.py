@@ -14,7 +14,7 @@ from kvkeep.prefixstore.ranges import Ranges, clip, covers, merged, subtract
 from kvkeep.prefixstore.recipe import Recipe
 from kvkeep.prefixstore.records import Node, PointRecord, Stored, check_of, detach
 from kvkeep.prefixstore.tokens import Tokens
-from kvkeep.prefixstore.trie import held_on, walk
+from kvkeep.prefixstore.trie import held_on, load_recipe, walk
 
 
 class Vanished(Exception):
@@ -60,6 +60,8 @@ def publish(
     the resume point are not all there; the caller then aborts the transaction.
     """
     txn, offset, written = ledger.txn, len(snapshot.tokens), 0
+    if load_recipe(txn, snapshot.recipe.id) is None:
+        txn.put("recipes", snapshot.recipe.id, snapshot.recipe.packed)
     nodes = _insert(ledger, snapshot)
     path = walk(txn, snapshot.space, snapshot.tokens)
     known = {
@@ -80,8 +82,6 @@ def publish(
     written += _hang(ledger, nodes, snapshot, state, quarantined)
     for node in nodes.values():
         ledger.put_node(node)
-    if txn.get("recipes", snapshot.recipe.id) is None:
-        txn.put("recipes", snapshot.recipe.id, snapshot.recipe.packed)
     ledger.touch(nodes[start] for start in sorted(nodes) if start < offset)
     return written
 
@@ -158,9 +158,12 @@ def _attach(
             if not owned:
                 raise
             # The frame stays for `verify` to name; no node vouches for it any longer.
-            ledger.disown(chunk.frame.id, chunk.frame.size, str(error))
+            ledger.disown(chunk.frame, str(error))
             return 0
-        ledger.drop_chunk(chunk.frame.id, owned=owned)
+        if owned:
+            ledger.release(chunk.frame)
+        else:
+            ledger.drop_chunk(chunk.frame.id)
     for (at, start, stop), piece in zip(parts, pieces, strict=True):
         nodes[at] = nodes[at].with_ref(recipe, chunk.family, start, stop, piece)
     return sum(piece.size for piece in pieces)
@@ -223,10 +226,10 @@ def _hang(
         if state is None:
             return 0
         if known.state and known.state not in quarantined:
-            ledger.drop_chunk(state.id, owned=False)
+            ledger.drop_chunk(state.id)
             return 0
         if known.state:
-            ledger.disown(known.state, known.size, "replaced by a whole state")
+            ledger.disown(known.frame, "replaced by a whole state")
         nodes[at] = nodes[at].without_point(known)
     frame = state or Stored(0, 0, 0)
     if state is not None:

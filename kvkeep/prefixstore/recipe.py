@@ -125,7 +125,7 @@ class Recipe:
     @cached_property
     def id(self) -> bytes:
         """16 bytes; equal recipes have equal ids."""
-        return hashlib.blake2b(self.packed, digest_size=16).digest()
+        return recipe_id(self.packed)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -143,6 +143,11 @@ class Recipe:
                 if leaves == [layer.path for layer in layers] and len(set(leaves)) == len(leaves):
                     return Recipe(layers, tree)
         raise CorruptFrame("A recipe of another form")
+
+
+def recipe_id(packed: bytes | memoryview) -> bytes:
+    """The id of a packed recipe."""
+    return hashlib.blake2b(packed, digest_size=16).digest()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ one value, behind one checksum.
 from __future__ import annotations
 
 import struct
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -86,6 +87,11 @@ class PointRecord(NamedTuple):
     check: int
     needs: tuple[tuple[int, Ranges], ...]
 
+    @property
+    def frame(self) -> Stored:
+        """The frame of its state."""
+        return Stored(self.state, self.size, self.check)
+
 
 @dataclass(frozen=True)
 class Node:
@@ -132,6 +138,21 @@ class Node:
         """The node without one of its resume points."""
         return replace(self, points=tuple(p for p in self.points if p is not point))
 
+    def without_recipes(self, lost: Container[bytes]) -> Node:
+        """The node without what it holds for some recipes."""
+        kept = [i for i, recipe in enumerate(self.recipes) if recipe not in lost]
+        place = {old: new for new, old in enumerate(kept)}
+        refs = self.refs[np.isin(self.refs["recipe"], kept)]
+        refs["recipe"] = [place[old] for old in refs["recipe"].tolist()]
+        return replace(
+            self,
+            recipes=tuple(self.recipes[i] for i in kept),
+            refs=refs,
+            points=tuple(
+                p._replace(recipe=place[p.recipe]) for p in self.points if p.recipe in place
+            ),
+        )
+
     def find_point(self, recipe: bytes, offset: int) -> PointRecord | None:
         """The resume point of ``recipe`` at ``offset``."""
         for point in self.points:
@@ -142,7 +163,7 @@ class Node:
     def frames(self) -> list[Stored]:
         """Every value in ``chunks`` that lives and dies with this node."""
         rows = [Stored(*frame) for frame in self.refs[["chunk", "size", "check"]].tolist()]
-        return rows + [Stored(p.state, p.size, p.check) for p in self.points if p.state]
+        return rows + [p.frame for p in self.points if p.state]
 
     def chunk_ids(self) -> list[int]:
         """The ids of ``frames``."""

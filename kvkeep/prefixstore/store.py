@@ -24,6 +24,7 @@ from kvkeep.prefixstore.opening import Marker, find_or_make
 from kvkeep.prefixstore.past import Past
 from kvkeep.prefixstore.past import find as find_past
 from kvkeep.prefixstore.recipe import kind_tree
+from kvkeep.prefixstore.repair import repair
 from kvkeep.prefixstore.report import WORST, Filter, Report, build
 from kvkeep.prefixstore.sizes import parse_size
 from kvkeep.prefixstore.space import Space
@@ -237,7 +238,7 @@ class Store:
         """Remove what cannot be used; returns the audit that called for it."""
         self._core.check_writable()
         self.flush()
-        audit = recount.repair(self.env)
+        audit = repair(self.env)
         self._core.quarantine.clear()
         return audit
 

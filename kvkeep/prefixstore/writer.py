@@ -303,7 +303,7 @@ def _free(ledger: Ledger, prefix: bytes) -> int:
     for key in list(ledger.txn.keys("pending", prefix=prefix)):
         chunk = layout.from_pair(key)[1]
         if chunk:
-            ledger.drop_chunk(chunk, owned=False)
+            ledger.drop_chunk(chunk)
             freed += 1
         ledger.txn.delete("pending", key)
     return freed
