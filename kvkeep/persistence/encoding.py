@@ -158,7 +158,7 @@ def _expand(spec: TensorSpec, stored: Host, size: int) -> Host:
             raise CorruptFrame(f"{spec.name}: compressed bytes claim {claimed}, {size} are due")
         plain = _decompressor().decompress(stored.data, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        if "memory" in str(error):  # no memory is no damage
+        if "not enough memory" in str(error):  # which is no damage
             raise MemoryError(f"{spec.name}: {error}") from error
         raise CorruptFrame(f"{spec.name}: compressed bytes cannot be read ({error})") from error
     return np.frombuffer(plain, np.uint8)

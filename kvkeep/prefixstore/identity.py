@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from os import PathLike
@@ -74,7 +75,7 @@ class Identity:
             case {"fields": tuple(fields), "label": str(label), **rest}:
                 created = rest.get("created", 0.0)
                 pairs = all(type(f) is tuple and [type(x) for x in f] == [str, str] for f in fields)
-                if pairs and isinstance(created, int | float):
+                if pairs and isinstance(created, int | float) and 0 <= created < math.inf:
                     return Identity(fields, label), float(created)
         raise CorruptFrame("The record of a space has another form")
 

@@ -65,7 +65,7 @@ def _read(file: Path) -> Marker:
         found = json.loads(file.read_text("utf-8"))
         version = int(found["kvkeep"])
         marker = Marker(int(found["map_bytes"]), int(found["budget"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise NotAStore(f"{file} does not describe a kvkeep store") from error
     if version > FORMAT:
         raise StoreTooNew(f"{file.parent} has store format {version}; this kvkeep reads {FORMAT}")

@@ -7,6 +7,7 @@ one value, behind one checksum.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
@@ -251,12 +252,13 @@ def _is_point(point: Any, recipes: int) -> bool:
     if type(origin) is not str or type(created) not in (float, int) or type(needs) is not tuple:
         return False
     for family, ranges in needs:
-        if type(family) is not int or type(ranges) is not tuple:
+        if type(family) is not int or family < 0 or type(ranges) is not tuple:
             return False
         for start, stop in ranges:
             if not type(start) is type(stop) is int or not 0 <= start < stop:
                 return False
-    return 0 <= recipe < recipes and offset >= 0 <= state and size >= 0
+    # A created time that is no number would end every listing.
+    return 0 <= recipe < recipes and min(offset, state, size) >= 0 and 0 <= created < math.inf
 
 
 def check_of(frame: Any) -> int:

@@ -136,7 +136,12 @@ def held_on(txn: Transaction, path: Path, quarantined: Container[int]) -> list[H
     for recipe_id in chunks:
         recipe = load_recipe(txn, recipe_id)
         if recipe is not None:
-            found = tuple(points.get(recipe_id, ()))
+            families = len(recipe.families)
+            found = tuple(
+                point
+                for point in points.get(recipe_id, ())
+                if all(family < families for family, _ in point.needs)
+            )
             out.append(Held(recipe_id, recipe, chunks.get(recipe_id, {}), found))
     return out
 
