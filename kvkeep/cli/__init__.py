@@ -28,6 +28,7 @@ COMMANDS = {
     "simulate": "simulate",
     "import": "import_",
     "export": "export",
+    "serve": "serve",
     "doctor": "doctor",
 }
 """Commands in the order of the help, and the module of this package that holds each."""

@@ -45,8 +45,13 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Passes ``store: Path`` and ``as_json: bool``.
     """
+    return placed(bare(function))
+
+
+def placed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--store`` alone. Passes ``store: Path``."""
     return _with(
-        bare(function),
+        function,
         click.option(
             "--store",
             type=click.Path(path_type=Path, file_okay=False),
@@ -63,10 +68,17 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
 def bare(function: Callable[..., Any]) -> Callable[..., Any]:
     """``--json`` and ``--debug`` alone, for commands without a store. Passes ``as_json: bool``."""
     return _with(
-        function,
+        traced(function),
         click.option(
             "--json", "as_json", is_flag=True, help="Print one JSON object, for programs."
         ),
+    )
+
+
+def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--debug`` alone."""
+    return _with(
+        function,
         click.option(
             "--debug",
             is_flag=True,

@@ -94,6 +94,7 @@ class PromptCache:
         self.max_bytes = default_bytes() if max_bytes is None else max_bytes
         self.metrics = Metrics()
         self.last: Served | None = None
+        self.on_lookup: Callable[[Served | None], None] = lambda _: None
         self.rate = 0.0
         self._missed: Decision | None = None
         self._store = open_store(store) if isinstance(store, str | os.PathLike) else store
@@ -130,7 +131,9 @@ class PromptCache:
         The caches are the caller's own; ``None`` on a miss. At least one token is left, for
         prompts that have one. With a draft model its caches follow the target's.
         """
-        taken = self._guarded("lookup", lambda: self._fetch(model, tokens), None)
+        self.last = None
+        taken = self.guarded("lookup", lambda: self._fetch(model, tokens), None)
+        self.guarded("report", lambda: self.on_lookup(self.last), None)
         if taken is None:
             return None, tokens
         return taken[0], tokens[taken[1] :]
@@ -148,7 +151,7 @@ class PromptCache:
         Rows that the store lacks are copied out before this returns; a thread writes them.
         Caches that do not stand at the end of ``tokens`` are cut or left out.
         """
-        self._guarded(
+        self.guarded(
             "insertion", lambda: self._insert(model, tokens, prompt_cache, cache_type), None
         )
 
@@ -164,15 +167,20 @@ class PromptCache:
         """Live sequences and their bytes by what they end with."""
         return self._memory.stats_by_type()
 
-    def checkpoint(self, home: Home, tokens: Sequence[int], caches: list[Any]) -> None:
+    def checkpoint(self, model: Any, tokens: Sequence[int], caches: list[Any]) -> None:
         """Store a resume point inside a prompt; ``caches`` go on being used."""
 
         def store() -> None:
+            home = self._home(model)
             if home.space is not None:
                 self._snapshot(home, as_tokens(tokens), newest(caches), "interval")
                 self.metrics.checkpoint()
 
-        self._guarded("checkpoint", store, None)
+        self.guarded("checkpoint", store, None)
+
+    def kinds(self, model: Any) -> tuple[str, ...]:
+        """The kinds of the model's caches; empty where they are not known."""
+        return self.guarded("identity", lambda: self._home(model).kinds, ())
 
     def measured(self, tokens: int, seconds: float) -> None:
         """Say that the model read ``tokens`` of a prompt in ``seconds``."""
@@ -189,7 +197,7 @@ class PromptCache:
         """Wait until what was accepted is durable or refused; whether it is, within seconds."""
         if self._store is None:
             return True
-        return self._guarded("flush", lambda: self._flush(timeout), False)
+        return self.guarded("flush", lambda: self._flush(timeout), False)
 
     def close(self, timeout: float | None = None) -> bool:
         """Let go of the live caches, on the thread that made them, and flush.
@@ -199,7 +207,7 @@ class PromptCache:
         self._memory.clear()
         done = self.flush(timeout)
         if self._store is not None and self._mine and done:
-            self._guarded("closing", self._store.close, None)
+            self.guarded("closing", self._store.close, None)
         return done
 
     def __del__(self) -> None:
@@ -224,11 +232,19 @@ class PromptCache:
                 out["kvkeep_store_max_bytes"] = store.max_bytes
         return out
 
+    def guarded(self, doing: str, what: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """``what()``, or ``otherwise`` where it fails: counted, and logged the first time."""
+        try:
+            return what()
+        except Exception as error:
+            if self.metrics.fail(doing) == 1:
+                log.warning("kvkeep: failed: %s; requests go on without it", doing, exc_info=error)
+            return otherwise
+
     # A lookup
 
     def _fetch(self, model: Any, tokens: Sequence[int]) -> tuple[list[Any], int] | None:
         started = time.perf_counter()
-        self.last = None
         ids = as_tokens(tokens)
         home = self._home(model)
         limit = len(ids) - 1
@@ -267,7 +283,7 @@ class PromptCache:
         space = home.space
         if space is None:
             return None
-        return self._guarded("restore", lambda: space.resume(ids, held=held), None)
+        return self.guarded("restore", lambda: space.resume(ids, held=held), None)
 
     def _miss(self, home: Home, ids: Tokens) -> Decision:
         missed, self._missed = self._missed, None
@@ -282,7 +298,7 @@ class PromptCache:
                 return held
             return max(held, home.space.explain(ids, held + 1).offset)
 
-        return self._guarded("lookup", ask, 0)
+        return self.guarded("lookup", ask, 0)
 
     def _drafted(self, home: Home, ids: Tokens, taken: Taken) -> list[Any]:
         """The draft's caches, brought to the target's offset; it reads what it lacks."""
@@ -381,7 +397,7 @@ class PromptCache:
                 self._warn("refusal", "not stored: %s", error)
                 return None
 
-        receipt = self._guarded("snapshot", store, None)
+        receipt = self.guarded("snapshot", store, None)
         if receipt is None:
             return None
         self._receipts.append(receipt)
@@ -409,15 +425,6 @@ class PromptCache:
         done = self._store.flush(timeout)
         self._settle()
         return done
-
-    def _guarded(self, doing: str, what: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """``what()``, or ``otherwise`` where it fails: counted, and logged the first time."""
-        try:
-            return what()
-        except Exception as error:
-            if self.metrics.fail(doing) == 1:
-                log.warning("kvkeep: failed: %s; requests go on without it", doing, exc_info=error)
-            return otherwise
 
     def _warn(self, doing: str, message: str, about: object) -> None:
         if self.metrics.fail(doing) == 1:

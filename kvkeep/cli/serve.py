@@ -1,0 +1,126 @@
+"""``kvkeep serve``: ``mlx_lm.server`` with a prompt cache that outlives it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvkeep.cli import options
+from kvkeep.prefixstore.sizes import parse_size
+
+SPECULATIVE = ("--draft-model", "--num-draft-tokens")
+MEMORY = ("--prompt-cache-size", "--prompt-cache-bytes")
+
+
+@click.command(
+    "serve",
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [OPTIONS OF mlx_lm.server]",
+)
+@click.option(
+    "--disk-reserve",
+    default="1GiB",
+    show_default=True,
+    callback=options.parsed(parse_size),
+    metavar="SIZE",
+    help="Free disk space that is left alone; below it nothing more is stored.",
+)
+@click.option(
+    "--checkpoint-every",
+    type=click.IntRange(min=0),
+    default=2048,
+    show_default=True,
+    metavar="N",
+    help="Tokens between resume points inside a long prompt; 0 takes none.",
+)
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="Store and resume only whole prefill steps, one request at a time and nothing in "
+    "memory, so that an answer after a resume has the bits of a cold one.",
+)
+@click.option(
+    "--flush-seconds",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    metavar="S",
+    help="How long a stop waits at most for what is not yet on disk.",
+)
+@click.option(
+    "--salt",
+    envvar="KVKEEP_SALT",
+    show_envvar=True,
+    help="Keep this server's prompts apart from those stored under any other salt.",
+)
+@options.budget
+@options.placed
+@options.traced
+@click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
+def command(
+    server_options: tuple[str, ...],
+    store: Path,
+    max_bytes: int | None,
+    disk_reserve: int,
+    checkpoint_every: int,
+    exact: bool,
+    flush_seconds: float,
+    salt: str | None,
+) -> None:
+    """Run mlx_lm.server with a prompt cache that survives restarts.
+
+    It takes every option of mlx_lm.server (--model, --host, --port, --adapter-path,
+    --draft-model, --kv-bits, --prompt-cache-bytes …) and passes it on; `mlx_lm.server --help`
+    lists them. GET /metrics and /kvkeep/report say what resuming saved.
+
+    \b
+    Example:
+      kvkeep serve --model MODEL --port 8080
+      kvkeep serve --model MODEL --kv-bits 8 --prompt-cache-bytes 8GB --max-bytes 100GB
+    """
+    _check(server_options, exact)
+    from kvkeep.hooks.mlx_server import Settings, check_version, serve
+    from kvkeep.prefixstore.store import open_store
+
+    check_version()
+    settings = Settings(checkpoint_every, exact, salt, flush_seconds)
+    opened = open_store(store, max_bytes, disk_reserve=disk_reserve)
+    if serve(opened, settings, server_options):
+        opened.close()
+        return
+    click.echo(f"kvkeep: not all was written within {flush_seconds:g} s", err=True)
+    # The writer's thread is still at it; its unfinished snapshots are undone at the next start.
+    os._exit(1)
+
+
+def _check(given: tuple[str, ...], exact: bool) -> None:
+    """Refuse options that contradict each other, before anything is loaded."""
+    names = {word.partition("=")[0] for word in given}
+    if exact and names & set(SPECULATIVE):
+        raise click.UsageError(
+            "--exact and --draft-model contradict each other: what a draft model proposes is "
+            "not read in whole prefill steps."
+        )
+    if exact and names & set(MEMORY):
+        raise click.UsageError(
+            f"--exact and {sorted(names & set(MEMORY))[0]} contradict each other: in exact mode "
+            "nothing is kept in memory."
+        )
+    bits = _value(given, "--kv-bits")
+    if bits is not None and bits not in ("2", "3", "4", "5", "6", "8"):
+        raise click.UsageError(f"--kv-bits is 2, 3, 4, 5, 6 or 8, not {bits}.")
+    if bits is None and names & {"--kv-group-size", "--quantized-kv-start"}:
+        option = sorted(names & {"--kv-group-size", "--quantized-kv-start"})[0]
+        raise click.UsageError(f"{option} says how to quantize, and nothing does: add --kv-bits.")
+
+
+def _value(given: tuple[str, ...], name: str) -> Any:
+    for i, word in enumerate(given):
+        if word == name:
+            return given[i + 1] if i + 1 < len(given) else ""
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
