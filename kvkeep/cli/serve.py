@@ -59,7 +59,7 @@ MEMORY = ("--prompt-cache-size", "--prompt-cache-bytes")
 @options.budget
 @options.placed
 @options.traced
-@click.argument("server_options", nargs=-1, type=click.UNPROCESSED)
+@click.argument("server_options", nargs=-1, type=click.UNPROCESSED, metavar="")
 def command(
     server_options: tuple[str, ...],
     store: Path,
@@ -72,9 +72,8 @@ def command(
 ) -> None:
     """Run mlx_lm.server with a prompt cache that survives restarts.
 
-    It takes every option of mlx_lm.server (--model, --host, --port, --adapter-path,
-    --draft-model, --kv-bits, --prompt-cache-bytes …) and passes it on; `mlx_lm.server --help`
-    lists them. GET /metrics and /kvkeep/report say what resuming saved.
+    Every option of mlx_lm.server is taken and passed on; `mlx_lm.server --help` lists them.
+    GET /metrics and GET /kvkeep/report say what resuming saved.
 
     \b
     Example:

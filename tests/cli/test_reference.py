@@ -100,7 +100,7 @@ def test_json_has_exactly_the_documented_keys(
 
     seen["simulate"] = asked(str(TRACES / "hashed.jsonl"), "--budget", "24blocks")
 
-    assert set(seen) == set(COMMANDS)
+    assert set(seen) == set(COMMANDS) - {"serve"}  # which prints nothing and goes on
     for name, answer in seen.items():
         empty_here = {p for p in documented(name) if p.endswith("boundaries[]")}
         assert set(paths(answer)) | empty_here == documented(name), name
