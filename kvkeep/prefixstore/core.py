@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from kvkeep.errors import StoreReadOnly
+from kvkeep.errors import StoreClosed, StoreReadOnly
 from kvkeep.persistence.environment import Environment
 from kvkeep.prefixstore.events import EventLog
 from kvkeep.prefixstore.identity import Identity
@@ -49,7 +49,12 @@ class Core:
             raise StoreReadOnly("The store was opened for reading only")
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything accepted so far is durable or refused; whether it is in time."""
+        """Wait until everything accepted so far is durable or refused; whether it is in time.
+
+        Raises ``StoreClosed``, so that no thread is started for a store that is gone.
+        """
+        if not self.env.usable:
+            raise StoreClosed(f"{self.env.folder}: this store is closed, or a parent process's")
         if self.env.read_only:
             return True
         self.writer.call(self.events.write)

@@ -64,11 +64,13 @@ def _read(file: Path) -> Marker:
     try:
         found = json.loads(file.read_text("utf-8"))
         version = int(found["kvkeep"])
+        if version > FORMAT:  # and whatever else it says is not for us to read
+            raise StoreTooNew(
+                f"{file.parent} has store format {version}; this kvkeep reads {FORMAT}"
+            )
         marker = Marker(int(found["map_bytes"]), int(found["budget"]))
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise NotAStore(f"{file} does not describe a kvkeep store") from error
-    if version > FORMAT:
-        raise StoreTooNew(f"{file.parent} has store format {version}; this kvkeep reads {FORMAT}")
     if not 0 < marker.budget <= marker.map_bytes <= 1 << 46:
         raise NotAStore(f"{file} names sizes that no store has")
     return marker
