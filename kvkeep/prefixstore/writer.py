@@ -80,7 +80,8 @@ class Writer:
             while wait and self._queued and self._bytes() + prepared.nbytes > QUEUE_BYTES:
                 self._room.wait()
             self._queued.append(prepared)
-        self.call(lambda: self._store(prepared, receipt))
+            # In one step: what is queued first is what later snapshots build on.
+            self.call(lambda: self._store(prepared, receipt))
         return receipt
 
     def call(self, task: Task) -> None:
@@ -164,7 +165,7 @@ class Writer:
             receipt.settle(False, 0, f"failed: {error}")
         finally:
             with self._room:
-                self._queued.remove(prepared)
+                self._queued = [other for other in self._queued if other is not prepared]
                 self._room.notify_all()
 
     def _write(self, prepared: Prepared) -> int:
