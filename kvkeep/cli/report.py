@@ -11,6 +11,7 @@ import click
 from kvkeep.cli import options, report_data, report_text, units
 from kvkeep.cli.lookup import find_report_space
 from kvkeep.cli.output import emit
+from kvkeep.prefixstore.sizes import format_size
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.store import Store
@@ -41,6 +42,13 @@ GROUPS = ("space", "model", "kind", "reason", "hour")
     help="Name the N lookups that lost most.",
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Print totals by group, for a spreadsheet.")
+@click.option(
+    "--html",
+    "html_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write one page with charts to FILE, replacing it; needs kvkeep[html].",
+)
 @options.common
 def command(
     since: float | None,
@@ -49,6 +57,7 @@ def command(
     by: tuple[str, ...],
     worst: int,
     as_csv: bool,
+    html_file: Path | None,
     store: Path,
     as_json: bool,
 ) -> None:
@@ -63,14 +72,18 @@ def command(
       kvkeep report
       kvkeep report --since 24h --by hour
       kvkeep report --space 4f2a --json
+      kvkeep report --since 7d --html report.html
     """
     from kvkeep.prefixstore.store import open_store
 
-    if as_csv and as_json:
-        raise click.UsageError("Choose one of --json and --csv.")
+    if as_csv + as_json + (html_file is not None) > 1:
+        raise click.UsageError("Choose one of --json, --csv and --html.")
     with open_store(store, read_only=True) as opened:
         start = 0.0 if since is None else time.time() - since
         named = _space(opened, space, salt)
+        if html_file is not None:
+            click.echo(_page(opened, html_file, start, salt, named))
+            return
         report = opened.report(start, salt=salt, space=named, worst=worst)
     if as_csv:
         click.echo(report_data.as_csv(report), nl=False)
@@ -83,3 +96,15 @@ def _space(opened: Store, start: str | None, salt: str | None) -> str | None:
     if start is None:
         return None
     return find_report_space(opened.report(worst=0, salt=salt), start)
+
+
+def _page(opened: Store, file: Path, start: float, salt: str | None, space: str | None) -> str:
+    """Write the page to ``file``, and say so."""
+    from kvkeep.cli.page import write
+    from kvkeep.cli.page.collect import Collected
+
+    seen = Collected()
+    report = opened.report(start, salt=salt, space=space, each=seen)
+    trees = {x.id: opened.tree(x.id) for x in report.spaces.values() if x.kept_bytes}
+    size = write.write(file, write.page(report, seen, trees))
+    return f"Wrote {file}  {format_size(size)}"

@@ -171,6 +171,11 @@ def _name(by: str, key: str, label: str, now: float) -> str:
 
 def notes(gaps: Gaps) -> str:
     """What the numbers cannot vouch for; empty where that is nothing."""
+    return "\n".join(f"note: {line}" for line in note_lines(gaps))
+
+
+def note_lines(gaps: Gaps) -> list[str]:
+    """The same, one by one."""
     said = []
     if gaps.unreadable:
         said.append(f"not counted: {plural(gaps.unreadable, 'record')} that cannot be read")
@@ -182,7 +187,7 @@ def notes(gaps: Gaps) -> str:
         said.append(f"{plural(gaps.ahead, 'event')} of the future; check the clock")
     if gaps.trimmed:
         said.append(f"not counted: {plural(gaps.trimmed, 'older event')}, no longer remembered")
-    return "\n".join(f"note: {line}" for line in said)
+    return said
 
 
 def plural(number: int, what: str) -> str:

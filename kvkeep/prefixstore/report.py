@@ -141,7 +141,10 @@ def build(
             continue
         lookup = event.what == LOOKUP
         cell = Cell(space, event.reason if lookup else "", int(event.time // HOUR) * HOUR)
-        cells.setdefault(cell, Totals()).add(event)
+        totals = cells.get(cell)
+        if totals is None:
+            totals = cells[cell] = Totals()
+        totals.add(event)
         if lookup:
             if event.lost and worst:
                 push = heapq.heappush if len(losses) < worst else heapq.heappushpop

@@ -17,7 +17,7 @@ from kvkeep.persistence.environment import Environment
 from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore import browse, identity, layout, recount
 from kvkeep.prefixstore.core import Core
-from kvkeep.prefixstore.event import LONGEST
+from kvkeep.prefixstore.event import LONGEST, Event
 from kvkeep.prefixstore.evict import Evicted, evict
 from kvkeep.prefixstore.ledger import Ledger, counter
 from kvkeep.prefixstore.opening import Marker, find_or_make
@@ -177,18 +177,19 @@ class Store:
         salt: str | None = None,
         space: str | None = None,
         worst: int = WORST,
+        each: Callable[[Event], None] | None = None,
     ) -> Report:
         """Totals of what was looked up, stored and evicted from ``since`` on (seconds since the
         epoch), as far back as the ring of events goes.
 
         With ``salt`` only that tenant's spaces, with ``space`` only those whose hexadecimal
         ids begin so: nothing of any other is in the report. ``worst`` is how many of the
-        lookups that lost most it names.
+        lookups that lost most it names. ``each`` is called with every event that counts.
         """
         self.flush()
         only = Filter(identity.salt_digest(salt) if salt is not None else None, space)
         with self.env.begin() as txn:
-            return build(txn, self.max_bytes, since, only, worst=worst)
+            return build(txn, self.max_bytes, since, only, each, worst)
 
     def past(self, request: str) -> Past:
         """A lookup that is over, by its request id or the beginning of it.
