@@ -1,7 +1,7 @@
 """Making room: the least recently used leaves go first.
 
-A node is never used later than its ancestors, and among equals the deepest sorts first, so
-one pass over ``lru`` meets every leaf before the node that becomes a leaf by its going.
+A node is hardly ever used later than its ancestors, and among equals the deepest sorts first, so
+that a pass over ``lru`` meets leaves before the nodes that become leaves by their going.
 """
 
 from __future__ import annotations
@@ -45,6 +45,23 @@ def evict(
     ``protect`` stay.
     """
     gone = Evicted()
+    while True:
+        more = _sweep(ledger, to, before, space, protect)
+        gone += more
+        # Again: an edge that was split after it was last used may come before its children.
+        if not more.nodes or (to is not None and ledger.used <= to):
+            return gone
+
+
+def _sweep(
+    ledger: Ledger,
+    to: int | None,
+    before: int | None,
+    space: bytes | None,
+    protect: Container[int],
+) -> Evicted:
+    """One pass over all nodes in order of use."""
+    gone = Evicted()
     for key, value in list(ledger.txn.items("lru")):
         if to is not None and ledger.used <= to:
             break
@@ -63,5 +80,7 @@ def evict(
             node = detach(unpack(node_key, data))
         except (CorruptFrame, NewerFormat):
             continue  # what cannot be read is never deleted by the way
+        if node.id != node_id:
+            continue
         gone += Evicted(1, len(node.tokens), ledger.drop_node(node))
     return gone
