@@ -204,7 +204,10 @@ def _config_digest(folder: Path, model: Any) -> str:
     args = getattr(model, "args", None)
     built = asdict(args) if is_dataclass(args) and not isinstance(args, type) else {}
     file = folder / "config.json"
-    stored = json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        stored = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise IdentityUnknown(f"{file} cannot be read: {error}") from error
     return _digest(_canonical([stored, built]))
 
 

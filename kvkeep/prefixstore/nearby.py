@@ -22,20 +22,20 @@ TELLING = 16
 def changed_field(txn: Transaction, identity: Identity, tokens: Tokens) -> str:
     """The fields, comma separated, by which the nearest other space differs; or nothing."""
     matching: list[tuple[int, tuple[str, ...]]] = []
-    single: list[tuple[str, ...]] = []
+    salted = ""
     for other in stored_spaces(txn):
         fields = identity.differences(other)
         if not fields:
             continue
-        if len(fields) == 1:
-            single.append(fields)
+        if fields == ("salt",):
+            salted = "salt"
         if identity.salt == other.salt:
             matched = walk(txn, other.id, tokens).matched
             if matched >= min(TELLING, len(tokens) - 1):
                 matching.append((matched, fields))
     if matching:
         return ",".join(min(matching, key=lambda found: (len(found[1]), -found[0]))[1])
-    return ",".join(single[0]) if single else ""
+    return salted
 
 
 def stored_spaces(txn: Transaction) -> Iterator[Identity]:
