@@ -43,6 +43,11 @@ GROUPS = ("space", "model", "kind", "reason", "hour")
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Print totals by group, for a spreadsheet.")
 @click.option(
+    "--prometheus",
+    is_flag=True,
+    help="Print counters since the store was made, for Prometheus (docs/reports.md).",
+)
+@click.option(
     "--html",
     "html_file",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -57,6 +62,7 @@ def command(
     by: tuple[str, ...],
     worst: int,
     as_csv: bool,
+    prometheus: bool,
     html_file: Path | None,
     store: Path,
     as_json: bool,
@@ -76,11 +82,16 @@ def command(
     """
     from kvkeep.prefixstore.store import open_store
 
-    if as_csv + as_json + (html_file is not None) > 1:
-        raise click.UsageError("Choose one of --json, --csv and --html.")
+    if as_csv + as_json + prometheus + (html_file is not None) > 1:
+        raise click.UsageError("Choose one of --json, --csv, --prometheus and --html.")
+    if prometheus and since is not None:
+        raise click.UsageError("--prometheus counts from the beginning; leave --since out.")
     with open_store(store, read_only=True) as opened:
         start = 0.0 if since is None else time.time() - since
         named = _space(opened, space, salt)
+        if prometheus:
+            click.echo(opened.metrics(salt=salt, space=named), nl=False)
+            return
         if html_file is not None:
             click.echo(_page(opened, html_file, start, salt, named))
             return

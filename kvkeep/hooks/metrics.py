@@ -7,35 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from kvkeep.prefixstore.metrics import Sample, Timings, render
 
 TIERS = ("memory", "store", "none")
 """Where a lookup was served from."""
 
 OUTCOMES = ("stored", "already_stored", "shed", "refused", "failed")
 """What became of a snapshot. ``shed`` ones were left out because the writer was behind."""
-
-_HELP = {
-    "kvkeep_lookups_total": "Prompts that were looked up, by the reason for not resuming more.",
-    "kvkeep_prompt_tokens_total": "Tokens of these prompts.",
-    "kvkeep_matched_tokens_total": "Of these, tokens that were kept in some form.",
-    "kvkeep_resumed_tokens_total": "Of these, tokens that were resumed, by tier.",
-    "kvkeep_saved_seconds_total": "Estimate of the prefill time that resuming saved.",
-    "kvkeep_lookup_seconds_total": "Time that lookups took, with their restores.",
-    "kvkeep_snapshots_total": "Snapshots by what became of them.",
-    "kvkeep_stored_bytes_total": "Bytes of rows and state that were written.",
-    "kvkeep_checkpoints_total": "Resume points that were taken inside prompts.",
-    "kvkeep_failures_total": "Failures that were caught, by what was being done.",
-    "kvkeep_memory_sequences": "Live caches in memory.",
-    "kvkeep_memory_bytes": "Bytes that they hold.",
-    "kvkeep_memory_max_bytes": "The cap of these bytes.",
-    "kvkeep_queue_snapshots": "Snapshots that wait to be written.",
-    "kvkeep_queue_bytes": "Bytes that they hold in memory.",
-    "kvkeep_store_bytes": "Bytes that the store keeps.",
-    "kvkeep_store_max_bytes": "The store's byte budget.",
-}
 
 
 @dataclass
@@ -65,6 +47,8 @@ class Metrics:
     resumed_tokens: Counter[str] = field(default_factory=Counter)
     snapshots: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
+    lost_tokens: Counter[str] = field(default_factory=Counter)
+    restores: Timings = field(default_factory=Timings)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,6 +62,9 @@ class Metrics:
             self.resumed_tokens[event.tier] += event.resumed
             self.saved_seconds += event.saved
             self.lookup_seconds += event.seconds
+            self.lost_tokens[event.reason] += event.prompt - event.resumed
+            if event.resumed:
+                self.restores.add(event.seconds)
 
     def snapshot(self, outcome: str, nbytes: int = 0) -> None:
         """Count a snapshot that was stored or not."""
@@ -122,39 +109,32 @@ class Metrics:
     def prometheus(self, gauges: Mapping[str, float]) -> str:
         """All counters and ``gauges`` (by name) in Prometheus' text format."""
         with self._lock:
-            found: dict[str, list[tuple[dict[str, str], float]]] = {
+            found: dict[str, list[Sample]] = {
                 "kvkeep_lookups_total": [
-                    ({"reason": reason, "tier": tier}, number)
+                    Sample({"reason": reason, "tier": tier}, number)
                     for (reason, tier), number in sorted(self.lookups.items())
                 ],
-                "kvkeep_prompt_tokens_total": [({}, self.prompt_tokens)],
-                "kvkeep_matched_tokens_total": [({}, self.matched_tokens)],
+                "kvkeep_prompt_tokens_total": [Sample({}, self.prompt_tokens)],
+                "kvkeep_matched_tokens_total": [Sample({}, self.matched_tokens)],
                 "kvkeep_resumed_tokens_total": [
-                    ({"tier": tier}, self.resumed_tokens[tier]) for tier in TIERS[:2]
+                    Sample({"tier": tier}, self.resumed_tokens[tier]) for tier in TIERS[:2]
                 ],
-                "kvkeep_saved_seconds_total": [({}, self.saved_seconds)],
-                "kvkeep_lookup_seconds_total": [({}, self.lookup_seconds)],
+                "kvkeep_lost_tokens_total": [
+                    Sample({"reason": reason}, number)
+                    for reason, number in sorted(self.lost_tokens.items())
+                ],
+                "kvkeep_restore_seconds": list(self.restores.samples({})),
+                "kvkeep_saved_seconds_total": [Sample({}, self.saved_seconds)],
+                "kvkeep_lookup_seconds_total": [Sample({}, self.lookup_seconds)],
                 "kvkeep_snapshots_total": [
-                    ({"outcome": outcome}, self.snapshots[outcome]) for outcome in OUTCOMES
+                    Sample({"outcome": outcome}, self.snapshots[outcome]) for outcome in OUTCOMES
                 ],
-                "kvkeep_stored_bytes_total": [({}, self.stored_bytes)],
-                "kvkeep_checkpoints_total": [({}, self.checkpoints)],
+                "kvkeep_stored_bytes_total": [Sample({}, self.stored_bytes)],
+                "kvkeep_checkpoints_total": [Sample({}, self.checkpoints)],
                 "kvkeep_failures_total": [
-                    ({"doing": doing}, number) for doing, number in sorted(self.failures.items())
+                    Sample({"doing": doing}, number)
+                    for doing, number in sorted(self.failures.items())
                 ],
             }
-        found |= {name: [({}, value)] for name, value in gauges.items()}
-        return "".join(_family(name, samples) for name, samples in found.items())
-
-
-def _family(name: str, samples: Iterable[tuple[dict[str, str], float]]) -> str:
-    kind = "counter" if name.endswith("_total") else "gauge"
-    lines = [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} {kind}"]
-    for labels, value in samples:
-        inside = ",".join(f'{key}="{text}"' for key, text in labels.items())
-        lines.append(f"{name}{f'{{{inside}}}' if inside else ''} {_number(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.6f}"
+        found |= {name: [Sample({}, value)] for name, value in gauges.items()}
+        return render(found)

@@ -190,6 +190,7 @@ def append(txn: Transaction, events: Sequence[Event]) -> None:
     for space, part in counted.items():
         data = txn.get("meta", TOTALS + space)
         known = Totals.unpack(data) if data is not None else None
+        part.first = known.first if known is not None else number
         if known is not None:
             part.merge(known)
         txn.put("meta", TOTALS + space, part.pack())

@@ -15,7 +15,7 @@ import msgpack
 from kvkeep.errors import CorruptFrame, KvkeepError
 from kvkeep.persistence.environment import Environment
 from kvkeep.persistence.packing import unpack_plain
-from kvkeep.prefixstore import browse, identity, layout, recount
+from kvkeep.prefixstore import browse, identity, layout, metrics, recount
 from kvkeep.prefixstore.core import Core
 from kvkeep.prefixstore.event import LONGEST, Event
 from kvkeep.prefixstore.evict import Evicted, evict
@@ -190,6 +190,16 @@ class Store:
         only = Filter(identity.salt_digest(salt) if salt is not None else None, space)
         with self.env.begin() as txn:
             return build(txn, self.max_bytes, since, only, each, worst)
+
+    def metrics(self, *, salt: str | None = None, space: str | None = None) -> str:
+        """What was counted since the store was made, in Prometheus' text format.
+
+        ``salt`` and ``space`` are those of ``report``.
+        """
+        self.flush()
+        only = Filter(identity.salt_digest(salt) if salt is not None else None, space)
+        with self.env.begin() as txn:
+            return metrics.render(metrics.of_store(txn, self.max_bytes, only))
 
     def past(self, request: str) -> Past:
         """A lookup that is over, by its request id or the beginning of it.

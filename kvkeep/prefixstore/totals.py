@@ -19,8 +19,8 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 REGRETS = ("evicted", "expired")
 """Reasons that say: this was stored once."""
 
-TAKEN = ("stored", "already_stored")
-"""Reasons of snapshots that left a resume point."""
+STORED, ALREADY = "stored", "already_stored"
+"""Reasons of snapshots that left a resume point, or found it."""
 
 MOST_KEYS = 64
 """Different reasons or kinds that are told apart; what is beyond counts as ``other``."""
@@ -34,7 +34,9 @@ class Totals:
     ``rated_tokens`` of the resumed ones whose prefill rate was known; ``lost_seconds`` is
     what reading the others took, for lookups with a known rate. ``reasons`` and ``refusals``
     count lookups and snapshots; ``lost_tokens`` by reason, ``limited_by`` (the lost ones by
-    limiting kinds) and ``tiers`` (the resumed ones) count tokens.
+    limiting kinds) and ``tiers`` (the resumed ones) count tokens. Of ``snapshots``, some were
+    ``known`` and left nothing to write, some ``refused``. ``first`` is the number of the first
+    event, where these are all events of a space.
     """
 
     lookups: int = 0
@@ -45,9 +47,11 @@ class Totals:
     rated_tokens: int = 0
     saved_seconds: float = 0.0
     lost_seconds: float = 0.0
+    lookup_seconds: float = 0.0
     restored_bytes: int = 0
     restore_seconds: float = 0.0
     snapshots: int = 0
+    snapshots_known: int = 0
     snapshots_refused: int = 0
     stored_tokens: int = 0
     known_tokens: int = 0
@@ -63,6 +67,7 @@ class Totals:
     refusals: Counter[str] = field(default_factory=Counter)
     limited_by: Counter[str] = field(default_factory=Counter)
     tiers: Counter[str] = field(default_factory=Counter)
+    first: int = 0
     restore_counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
     @property
@@ -86,7 +91,9 @@ class Totals:
             self._look_up(event)
         elif event.what == SNAPSHOT:
             self.snapshots += 1
-            if event.reason not in TAKEN:
+            if event.reason == ALREADY:
+                self.snapshots_known += 1
+            elif event.reason != STORED:
                 self.snapshots_refused += 1
                 _count(self.refusals, _NUMBER.sub("…", event.reason))
             self.stored_tokens += event.new
@@ -136,6 +143,7 @@ class Totals:
         self.prompt_tokens += event.prompt
         self.matched_tokens += event.matched
         self.resumed_tokens += event.resumed
+        self.lookup_seconds += event.seconds
         _count(self.reasons, event.reason)
         _count(self.lost_tokens, event.reason, event.lost)
         _count(self.limited_by, event.kinds, event.lost)
@@ -166,7 +174,7 @@ def _count(counter: Counter[str], key: str, number: int = 1) -> None:
 _NUMBER = re.compile(r"\d[\d,.]*")
 _PLAIN = tuple(f.name for f in fields(Totals))
 _COUNTERS = ("reasons", "lost_tokens", "refusals", "limited_by", "tiers")
-_NUMBERS = tuple(n for n in _PLAIN if n not in (*_COUNTERS, "restore_counts"))
+_NUMBERS = tuple(n for n in _PLAIN if n not in (*_COUNTERS, "restore_counts", "first"))
 
 
 def _plain(totals: Totals) -> dict[str, Any]:

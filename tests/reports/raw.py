@@ -28,11 +28,13 @@ select
   sum(iif(what = 'lookup' and rate > 0, resumed, 0)) as rated_tokens,
   sum(iif(what = 'lookup' and rate > 0, resumed / rate, 0.0)) as saved_seconds,
   sum(iif(what = 'lookup' and rate > 0, (prompt - resumed) / rate, 0.0)) as lost_seconds,
+  sum(iif(what = 'lookup', seconds, 0.0)) as lookup_seconds,
   sum(what = 'restore' or (what = 'lookup' and resumed > 0)) as restores,
   sum(iif(what = 'restore' or (what = 'lookup' and resumed > 0), nbytes, 0)) as restored_bytes,
   sum(iif(what = 'restore' or (what = 'lookup' and resumed > 0), seconds, 0.0))
     as restore_seconds,
   sum(what = 'snapshot') as snapshots,
+  sum(what = 'snapshot' and reason = 'already_stored') as snapshots_known,
   sum(what = 'snapshot' and reason not in ('stored', 'already_stored')) as snapshots_refused,
   sum(iif(what = 'snapshot', new, 0)) as stored_tokens,
   sum(iif(what = 'snapshot', known, 0)) as known_tokens,
