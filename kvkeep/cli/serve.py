@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -89,10 +91,22 @@ def command(
     opened = open_store(store, max_bytes, disk_reserve=disk_reserve)
     if serve(opened, settings, server_options):
         opened.close()
-        return
-    click.echo(f"kvkeep: not all was written within {flush_seconds:g} s", err=True)
+        _leave(0)
     # The writer's thread is still at it; its unfinished snapshots are undone at the next start.
-    os._exit(1)
+    click.echo(f"kvkeep: not all was written within {flush_seconds:g} s", err=True)
+    _leave(1)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process without waiting for threads.
+
+    The server's HTTP threads may be in the middle of a response; the interpreter's own end
+    would tear them out of MLX's destructors, which aborts the process.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _check(given: tuple[str, ...], exact: bool) -> None:

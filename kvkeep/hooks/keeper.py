@@ -32,15 +32,19 @@ class Stopping(Exception):
 
 
 class Keeper:
-    """Shared by the hooks of one server. ``interval`` is in tokens, 0 for no checkpoints."""
+    """Shared by the hooks of one server.
 
-    def __init__(self, cache: PromptCache, interval: int = 2048, *, split: bool = True) -> None:
+    ``interval`` tokens lie at least between two checkpoints, 0 for none. Checkpoints lie at
+    multiples of ``step``, which is not 1 in chunk-aligned mode only.
+    """
+
+    def __init__(self, cache: PromptCache, interval: int = 2048, *, step: int = 1) -> None:
         self.cache = cache
         self.interval = interval
+        self.step = step
         self.stopping = threading.Event()
         self.batch: Any = None
         self.recent: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
-        self._split = split
         self._finders: dict[int, tuple[Any, TurnFinder]] = {}
         self._prompt: Any = None
         self._turns = Turns()
@@ -84,7 +88,7 @@ class Keeper:
         names = {
             name for kind in kinds for name in kind.replace(")", "").replace("(", ",").split(",")
         }
-        return self._split and self.interval > 0 and not names <= ROWS_ANYWHERE
+        return self.step == 1 and self.interval > 0 and not names <= ROWS_ANYWHERE
 
     def _finder(self, tokenizer: Any) -> TurnFinder:
         known = self._finders.get(id(tokenizer))

@@ -28,7 +28,7 @@ import mlx_lm
 from kvkeep.errors import KvkeepError
 from kvkeep.hooks.agreement import between_ranks, rank_name
 from kvkeep.hooks.batch_points import KeepingBatchGenerator
-from kvkeep.hooks.keeper import Keeper
+from kvkeep.hooks.keeper import Keeper, Stopping
 from kvkeep.hooks.prompt_cache import PromptCache, Served
 from kvkeep.hooks.single_points import keeping
 from kvkeep.prefixstore.store import Store
@@ -101,7 +101,8 @@ def serve(store: Store, settings: Settings, arguments: Sequence[str]) -> bool:
 
     def run(host: str, port: int, provider: Any) -> None:
         cache = _prompt_cache(store, settings, provider)
-        keeper = Keeper(cache, settings.interval, split=not settings.exact)
+        step = provider.cli_args.prefill_step_size if settings.exact else 1
+        keeper = Keeper(cache, settings.interval, step=step)
         with _installed(keeper):
             generator = Generator(provider, cache, keeper, settings)
             try:
@@ -180,6 +181,13 @@ class Handler(server.APIHandler):  # type: ignore[misc]
             self._send(json.dumps(report(keeper)), "application/json")
         else:
             super().do_GET()
+
+    def handle_completion(self, *args: Any) -> None:
+        """As before; a request that the server's stop cut short ends without a traceback."""
+        try:
+            super().handle_completion(*args)
+        except Stopping:
+            log.info("kvkeep: a request was cut short: the server stops")
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         super()._set_completion_headers(status_code)

@@ -111,16 +111,22 @@ class ModelHomes:
         self._serial = count(1)
         self._model: Callable[[], Any] = lambda: None
         self._known: Home | None = None
+        self._named: Any = None
         self._again = math.inf
 
     def __call__(self, model_key: Any) -> Home:
-        """The home of the model that the provider holds now.
+        """The home of the model that the provider holds now, or held last.
 
-        Another name than the provider's own is a home without a space.
+        A server that stops lets go of its model before what is in hand is kept. Another name
+        than the provider's own is a home without a space.
         """
         model = self._provider.model
-        if model is None or (model_key is not None and model_key != self._provider.model_key):
+        named = self._provider.model_key if model is not None else self._named
+        if model_key is not None and model_key != named:
             return Home(("unknown", model_key))
+        if model is None:
+            return self._known or Home(("unknown", model_key))
+        self._named = named
         if self._known is None or self._model() is not model or time.time() > self._again:
             self._again = math.inf
             self._known = self._read(model)

@@ -74,8 +74,8 @@ class PromptCache:
     ``store`` is an open store or its folder; without one this is memory alone. ``provider``
     is the server's ``ModelProvider``, whose model identifies the space by content;
     ``space`` names one space instead, for a server of one model. ``salt`` keeps tenants
-    apart. ``exact`` is chunk-aligned mode; memory is not used then. ``agree`` is what ranks
-    of a distributed run agree by.
+    apart. ``exact`` is chunk-aligned mode: what is inserted is not kept, only checkpoints at
+    whole prefill steps are. ``agree`` is what ranks of a distributed run agree by.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class PromptCache:
         self._missed: Decision | None = None
         self._store = open_store(store) if isinstance(store, str | os.PathLike) else store
         self._mine = self._store is not store
+        self._exact = exact
         self._memory = MemoryTier(0 if exact else max_size, self.max_bytes)
         self._receipts: deque[Receipt] = deque()
         self._agree = agree
@@ -318,7 +319,8 @@ class PromptCache:
     def _note(
         self, home: Home, ids: Tokens, decision: Decision, tier: str, seconds: float, request: str
     ) -> None:
-        saved = max(0.0, decision.offset / self.rate - seconds) if self.rate else 0.0
+        reading = decision.offset / self.rate if self.rate else 0.0
+        saved = max(0.0, reading - seconds)
         self.last = Served(home, ids, decision, tier, seconds, saved, request)
         self.metrics.look_up(
             Lookup(
@@ -328,7 +330,7 @@ class PromptCache:
                 decision.matched,
                 decision.offset,
                 seconds,
-                saved,
+                reading,
             )
         )
 
@@ -337,6 +339,8 @@ class PromptCache:
     def _insert(
         self, model: Any, tokens: Sequence[int], caches: Sequence[Any], cache_type: str
     ) -> None:
+        if self._exact:
+            return
         home, ids = self._home(model), as_tokens(tokens)
         target, draft = home.split(newest(caches))
         try:

@@ -98,14 +98,17 @@ class _Points:
         return progress
 
     def _at(self, done: int) -> None:
-        if self._keeper.stopping.is_set():
-            raise Stopping("The server stops")
-        self._tell(done, self._total)
-        if 0 < done < self._total and len(self._tokens):
+        offset, stopping = self._start + done, self._keeper.stopping.is_set()
+        if not stopping:
+            self._tell(done, self._total)
+        if 0 < done < self._total and self._tokens:
             last = done == self._total - 1
-            offset = self._start + done
             if last:
                 self._keeper.cache.measured(done, time.perf_counter() - self._began)
-            if last or done in self.boundaries or self._keeper.due(offset - self._kept):
+            due = last or stopping or done in self.boundaries
+            due = due or self._keeper.due(offset - self._kept)
+            if due and offset % self._keeper.step == 0:
                 self._kept = offset
                 self._keeper.checkpoint(self._tokens[:offset], self._caches)
+        if stopping:
+            raise Stopping("The server stops")

@@ -121,8 +121,9 @@ def settle(server: Server) -> None:
 class Reply:
     """What a request gave: text, tokens resumed and in all, and the header's fields."""
 
-    def __init__(self, text: str, usage: Any, header: str) -> None:
+    def __init__(self, text: str, usage: Any, header: str, logprobs: Any = None) -> None:
         self.text = text
+        self.logprobs = [part["logprob"] for part in logprobs or []]
         self.prompt = usage.prompt_tokens
         self.cached = usage.prompt_tokens_details.cached_tokens
         fields = dict(part.split("=") for part in header.split("; ")) if header else {}
@@ -152,7 +153,9 @@ def _reply(resource: Any, stream: bool, **options: Any) -> Reply:
     raw = resource.with_raw_response.create(**options)
     answer, header = raw.parse(), raw.headers.get("X-Kvkeep", "")
     if not stream:
-        return Reply(_said(answer.choices[0]), answer.usage, header)
+        found = answer.choices[0].logprobs
+        scored = found.content if found is not None else None
+        return Reply(_said(answer.choices[0]), answer.usage, header, scored)
     parts, usage = [], None
     for piece in answer:
         usage = piece.usage or usage

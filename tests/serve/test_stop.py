@@ -1,0 +1,121 @@
+"""Prefills that are cut short, servers that stop or die: what was done is kept."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import kvkeep
+from tests.serve.harness import Server, complete, settle
+
+LONG = "The ferry sails at eight and at noon from the harbour of this island. " * 30
+STEP = ("--prefill-step-size", "32")
+PROMPT = len(LONG)  # the tiny tokenizer makes one token of each character
+
+
+@contextmanager
+def begun(server: Server, tokens: int, **how: object) -> Iterator[http.client.HTTPResponse]:
+    """A streamed request of which ``tokens`` have been read; leaving the block hangs up."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"prompt": LONG, "max_tokens": 3000, "stream": True, **how}
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    response = connection.getresponse()
+    while True:
+        line = response.readline().decode()
+        if line.startswith(": keepalive") and int(line.split()[2].split("/")[0]) >= tokens:
+            break
+    try:
+        yield response
+    finally:
+        response.close()
+        connection.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path, model: Callable[..., str]) -> Iterator[Callable[..., Server]]:
+    running: list[Server] = []
+
+    def start(*options: str, name: str = "falcon_h1") -> Server:
+        words = ("--model", model(name), *STEP, *options)
+        running.append(Server(tmp_path / "log", tmp_path / "store", *words))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.kill()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "falcon_h1"])
+def test_a_client_that_hangs_up_leaves_what_was_read(
+    serve: Callable[..., Server], tmp_path: Path, name: str
+) -> None:
+    server = serve("--checkpoint-every", "0", name=name)
+    longer = LONG * 4
+    with begun(server, 640, prompt=longer):
+        pass
+    deadline = time.monotonic() + 20
+    while not server.metric("kvkeep_snapshots_total") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    settle(server)
+    assert server.report()["server"]["failures"] == {}
+    with kvkeep.open(tmp_path / "store", read_only=True) as store:
+        (kept,) = store.conversations()
+        assert 640 <= kept.tokens < len(longer) - 1
+
+
+def test_a_crash_in_the_middle_of_a_prefill_leaves_its_checkpoints(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve("--checkpoint-every", "128")
+    with begun(server, 800):
+        while server.metric("kvkeep_snapshots_total") < 5:
+            time.sleep(0.02)
+        server.kill()
+    server = serve()
+    reply = complete(server.client(), LONG, max_tokens=2)
+    assert (reply.cached % 128, reply.tier) == (0, "store")
+    assert 5 * 128 <= reply.cached < PROMPT
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [{}, {"seed": 1}], ids=["batched", "single"])
+def test_a_stop_is_quick_and_keeps_what_is_in_hand(
+    serve: Callable[..., Server], number: int, how: dict[str, int]
+) -> None:
+    server = serve("--checkpoint-every", "0", "--flush-seconds", "5")
+    with begun(server, 320, **how):
+        started = time.monotonic()
+        assert server.stop(number, within=20) == 0
+        assert time.monotonic() - started < 10
+    server = serve()
+    assert 320 <= complete(server.client(), LONG, max_tokens=2, **how).cached < PROMPT
+
+
+@pytest.mark.parametrize("how", [{}, {"seed": 1}], ids=["batched", "single"])
+def test_a_stop_in_the_middle_of_an_answer_keeps_prompt_and_answer(
+    serve: Callable[..., Server], how: dict[str, int]
+) -> None:
+    server = serve()
+    with begun(server, PROMPT - 1, **how) as response:
+        for _ in range(20):
+            response.readline()
+        assert server.stop(within=20) == 0
+    server = serve()
+    replay = complete(server.client(), LONG, max_tokens=2, **how)
+    assert (replay.cached, replay.tier) == (PROMPT - 1, "store")
+    settle(server)
+    assert server.report()["server"]["failures"] == {}
+
+
+def test_a_stop_at_rest_is_silent(serve: Callable[..., Server]) -> None:
+    server = serve()
+    complete(server.client(), "A short one.")
+    assert server.stop() == 0
+    assert "Traceback" not in server.said
