@@ -53,6 +53,8 @@ _SENTENCES = {
     "corrupt": "stored bytes are damaged; see `kvkeep verify`",
     "newer_format": "it was stored by a newer kvkeep",
     "store_failed": "the store could not be read; see the log",
+    "evicted": "what comes next was stored, and has been evicted",
+    "expired": "what comes next was stored, and has outlived its time to live",
 }
 
 

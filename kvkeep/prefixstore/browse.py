@@ -182,4 +182,4 @@ def kinds_of(txn: Transaction, recipes: set[bytes]) -> tuple[str, ...]:
 def last_use(txn: Transaction, node: Node) -> float:
     """When a node was last used, in seconds since the epoch; 0 for never."""
     data = txn.get("uses", layout.u64(node.id))
-    return layout.from_use_record(data)[0] / 1e9 if data is not None else 0.0
+    return layout.from_use_record(data).when / 1e9 if data is not None else 0.0

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
 import msgpack
 
 from kvkeep.errors import StoreClosed, StoreReadOnly
-from kvkeep.persistence.environment import Environment
+from kvkeep.persistence.environment import Environment, Transaction
+from kvkeep.prefixstore import tenants
 from kvkeep.prefixstore.events import EventLog
 from kvkeep.prefixstore.identity import Identity
+from kvkeep.prefixstore.ledger import Ledger
+from kvkeep.prefixstore.pins import Pin, add_pin
 from kvkeep.prefixstore.quarantine import Quarantine
+from kvkeep.prefixstore.room import Room, budget_of
+from kvkeep.prefixstore.sizes import parse_size
+from kvkeep.prefixstore.tenants import key_of
+from kvkeep.prefixstore.tokens import Tokens
+from kvkeep.prefixstore.ttl import NANOSECONDS, read_ttl, write_ttl
 from kvkeep.prefixstore.writer import Limits, Writer
 
 
@@ -43,6 +52,46 @@ class Core:
                 txn.put("spaces", found.id, msgpack.packb(record))
         self._known.add(found.id)
 
+    def limit(self, identity: Identity, ttl: float | None, quota: float | str | None) -> None:
+        """Write down the time to live of a space, and the quota of its tenant."""
+        limit = _bytes(quota)
+        with self.env.begin() as txn:
+            old_ttl, old = read_ttl(txn, identity.id), tenants.read_tenant(txn, key_of(identity))
+        same = ttl is None or ttl == (math.inf if old_ttl is None else old_ttl / NANOSECONDS)
+        if same and limit in (None, old.quota):
+            return
+        self.check_writable()
+        self.flush()
+        with self.env.begin(write=True) as txn:
+            if ttl is not None:
+                write_ttl(txn, identity.id, ttl)
+            if limit is not None:
+                old = tenants.read_tenant(txn, key_of(identity))
+                tenants.write_tenant(txn, key_of(identity), old._replace(quota=limit))
+            self._make_room(txn, identity.id)
+
+    def pin(self, space: bytes, tokens: Tokens, seconds: float | None) -> Pin:
+        """Pin what is stored of ``tokens``. Raises ``NothingToPin`` or ``TooMuchPinned``."""
+        self.check_writable()
+        self.flush()
+        with self.env.begin(write=True) as txn:
+            ledger = Ledger(txn)
+            pin = add_pin(ledger, space, tokens, seconds, self._budget(txn))
+            ledger.settle()
+            self._make_room(txn, space)
+            return pin
+
+    def _make_room(self, txn: Transaction, space: bytes) -> None:
+        """Hold the limits after one of them, or what counts to it, has changed."""
+        ledger = Ledger(txn)
+        room = Room(ledger, self._budget(txn))
+        room.make(space, 0)
+        room.report()
+        ledger.settle()
+
+    def _budget(self, txn: Transaction) -> int:
+        return budget_of(txn, self.writer.max_bytes)
+
     def check_writable(self) -> None:
         """Raise ``StoreReadOnly`` where the store was opened for reading only."""
         if self.env.read_only:
@@ -69,3 +118,10 @@ class Core:
             if self.env.usable:
                 self.writer.close()
             self.env.close()
+
+
+def _bytes(quota: float | str | None) -> int | None:
+    """The bytes of a quota, 0 to lift it; ``None`` where none is given."""
+    if quota is None:
+        return None
+    return 0 if quota == math.inf else parse_size(quota if isinstance(quota, str) else int(quota))

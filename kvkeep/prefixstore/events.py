@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import msgpack
 
@@ -26,7 +27,8 @@ from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.event import Event
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.ledger import Ledger, counter
-from kvkeep.prefixstore.records import detach, unpack
+from kvkeep.prefixstore.records import Node, detach, unpack
+from kvkeep.prefixstore.shelf import mark_of
 from kvkeep.prefixstore.totals import Totals
 
 log = logging.getLogger("kvkeep")
@@ -50,6 +52,16 @@ written; and, with a space id behind them, its totals, its prefill rate, its fie
 Task = Callable[[], None]
 
 
+class Used(NamedTuple):
+    """What a lookup resumed: the keys of the nodes from the root on, and the state, or 0."""
+
+    nodes: tuple[bytes, ...] = ()
+    state: int = 0
+
+
+NOTHING = Used()
+
+
 class EventLog:
     """Collects events and uses, and writes them in batches on the writer's thread.
 
@@ -65,19 +77,21 @@ class EventLog:
         self._run, self._later = run, later
         self._lock = threading.Lock()
         self._events: list[Event] = []
-        self._used: dict[bytes, int] = {}
+        self._used: dict[Used, tuple[int, int]] = {}
         self._rates: dict[bytes, Rate] = {}
         self._identities: dict[bytes, Identity] = {}
         self._lost = 0
         self.keeps = 0
 
-    def add(self, event: Event, used: tuple[bytes, ...] = ()) -> None:
-        """Note an event, and the keys of the nodes that it used. A reader notes nothing."""
+    def add(self, event: Event, used: Used = NOTHING) -> None:
+        """Note an event, and what it used. A reader notes nothing."""
         if self._env.read_only:
             return
         with self._lock:
             self._events.append(event)
-            self._used.update(dict.fromkeys(used, time.time_ns()))
+            if used.nodes:
+                hits = self._used.get(used, (0, 0))[1] + 1
+                self._used[used] = (time.time_ns(), hits)
             gathered = len(self._events)
         if gathered >= BATCH:
             self._run(self.write)
@@ -295,9 +309,25 @@ def _nanoseconds(seconds: float) -> int:
     return min(max(int(seconds * 1e9), 0), (1 << 63) - 1)
 
 
-def _touch(txn: Transaction, used: dict[bytes, int]) -> None:
+def _touch(txn: Transaction, used: dict[Used, tuple[int, int]]) -> None:
+    """Mark the nodes of each path that are still there, and the state, as used."""
     ledger = Ledger(txn)
-    for node_key, when in used.items():
-        data = txn.get("nodes", node_key)
-        if data is not None:
-            ledger.touch([detach(unpack(node_key, data))], when)
+    for (keys, state), (when, hits) in used.items():
+        deepest = next((key for key in reversed(keys) if txn.get("nodes", key) is not None), None)
+        if deepest is not None:
+            ledger.touch(_whole_path(txn, deepest), when, hits=hits)
+        if state:
+            ledger.states.use(state, when)
+    ledger.settle()
+
+
+def _whole_path(txn: Transaction, key: bytes) -> list[Node]:
+    """The nodes from the root to that of ``key``, as they are now: edges may have been split."""
+    path: list[Node] = []
+    while (data := txn.get("nodes", key)) is not None:
+        path.insert(0, detach(unpack(key, data)))
+        above = mark_of(txn, layout.from_u64(key[16:24]))
+        if above is None:
+            break
+        key = above.key
+    return path

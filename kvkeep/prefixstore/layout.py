@@ -8,8 +8,15 @@ spaces     space id                       msgpack: identity, label, created
 recipes    recipe id                      msgpack of ``Recipe.packed``
 nodes      space, parent id, first token  node record (``records.py``)
 chunks     chunk id                       frame: rows of a family, or a state
-uses       node id                        last use, start, node key
-lru        last use, depth, node id       node key
+uses       node id                        last use, start, node key, rank, hits
+lru        rank, depth, node id           node key: the order of eviction
+ages       space, last use, depth, id     node key: the order of ageing
+states     chunk id                       a state: score, use, place, node, bytes
+fading     score, depth, chunk id         nothing: the order in which states are thinned
+gone       slot                           digest, reason, time of an evicted prefix
+tenants    digest of a salt, or ``-``     quota, used bytes
+ttls       space id                       nanoseconds that an unused node lives
+pins       node id                        msgpack: deadline, created
 pending    job id, chunk id               unpublished bytes, pid, time
 quarantine chunk id                       msgpack: reason, time
 events     time, number                   msgpack event
@@ -23,6 +30,7 @@ import struct
 from typing import Any
 
 from kvkeep.errors import CorruptFrame
+from kvkeep.prefixstore.eviction.order import Mark
 
 FORMAT = 1
 
@@ -34,6 +42,13 @@ DATABASES = (
     "chunks",
     "uses",
     "lru",
+    "ages",
+    "states",
+    "fading",
+    "gone",
+    "tenants",
+    "ttls",
+    "pins",
     "pending",
     "quarantine",
     "events",
@@ -45,8 +60,9 @@ PAGE = 4096
 
 _U64 = struct.Struct(">Q")
 _NODE = struct.Struct(">16sQQ")
-_USE = struct.Struct(">QQ32s")
-_LRU = struct.Struct(">QQQ")
+_USE = struct.Struct(">QQ32sQI")
+_RANK = struct.Struct(">QQQ")
+_AGE = struct.Struct(">16sQQQ")
 _PAIR = struct.Struct(">QQ")
 _TOP = (1 << 64) - 1
 
@@ -82,26 +98,37 @@ def children_prefix(space: bytes, parent: int) -> bytes:
     return space + u64(parent)
 
 
-def use_record(when: int, start: int, key: bytes) -> bytes:
-    """The value of ``uses``: nanoseconds since the epoch, start offset and key of a node."""
-    return _USE.pack(when, start, key)
+def use_record(mark: Mark) -> bytes:
+    """The value of ``uses``. Times are nanoseconds since the epoch."""
+    return _USE.pack(mark.when, mark.start, mark.key, mark.rank, mark.hits)
 
 
-def from_use_record(data: Any) -> tuple[int, int, bytes]:
-    """The parts of ``use_record``."""
-    when, start, key = _fields(_USE, data)
-    return when, start, key
+def from_use_record(data: Any) -> Mark:
+    """The mark of ``use_record``."""
+    when, start, key, rank, hits = _fields(_USE, data)
+    return Mark(rank, when, start, hits, key)
 
 
-def lru_key(when: int, start: int, node_id: int) -> bytes:
-    """Sorts the least recently used first and, among equals, the deepest first."""
-    return _LRU.pack(when, _TOP - start, node_id)
+def rank_key(rank: int, start: int, item: int) -> bytes:
+    """Sorts the lowest rank first and, among equals, the deepest."""
+    return _RANK.pack(rank, _TOP - start, item)
 
 
-def from_lru_key(data: Any) -> tuple[int, int, int]:
-    """Last use, start offset and node id of an ``lru_key``."""
-    when, depth, node_id = _fields(_LRU, data)
-    return when, _TOP - depth, node_id
+def from_rank_key(data: Any) -> tuple[int, int, int]:
+    """Rank, start offset and id of a ``rank_key``."""
+    rank, depth, item = _fields(_RANK, data)
+    return rank, _TOP - depth, item
+
+
+def age_key(mark: Mark, node: int) -> bytes:
+    """Sorts by space, then the least recently used first and, among equals, the deepest."""
+    return _AGE.pack(mark.key[:16], mark.when, _TOP - mark.start, node)
+
+
+def from_age_key(data: Any) -> tuple[int, int]:
+    """Last use and node id of an ``age_key``."""
+    _, when, _, node = _fields(_AGE, data)
+    return when, node
 
 
 def _fields(form: struct.Struct, data: Any) -> tuple[Any, ...]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from kvkeep.errors import Damaged
 from kvkeep.persistence.environment import Environment, Transaction
+from kvkeep.prefixstore.events import NOTHING, Used
 from kvkeep.prefixstore.identity import Identity
+from kvkeep.prefixstore.lapsed import EXPIRED, what_became
 from kvkeep.prefixstore.nearby import changed_field
 from kvkeep.prefixstore.policy import Choice, Decision, Reason, decide
 from kvkeep.prefixstore.quarantine import Quarantine
@@ -15,6 +17,7 @@ from kvkeep.prefixstore.restore import BrokenChunk, Rebuilt, rebuild
 from kvkeep.prefixstore.tokens import Tokens, insides
 from kvkeep.prefixstore.trace import Trace, trace
 from kvkeep.prefixstore.trie import Facts, Path, facts_of, walk
+from kvkeep.prefixstore.ttl import fresh
 
 ATTEMPTS = 32
 """Damaged records that one lookup steps over before it gives up."""
@@ -22,14 +25,14 @@ ATTEMPTS = 32
 
 @dataclass(frozen=True)
 class Found:
-    """What a lookup decided, the keys of the nodes that it used, and what it rebuilt.
+    """What a lookup decided, the nodes and the state that it used, and what it rebuilt.
 
-    ``node`` is the id of the deepest of them, ``origin`` what the resume point was, empty away
-    from one; rebuilding took ``seconds``.
+    ``node`` is the id of the deepest node on the path, ``origin`` what the resume point was,
+    empty away from one; rebuilding took ``seconds``.
     """
 
     decision: Decision
-    used: tuple[bytes, ...] = ()
+    used: Used = NOTHING
     rebuilt: Rebuilt | None = None
     node: int = 0
     origin: str = ""
@@ -72,7 +75,9 @@ class Lookup:
             with self.env.begin() as txn:
                 choice, path, facts = self._decide(txn, tokens, minimum)
                 decision = _scarred(choice.decision, scar)
-                used = tuple(node.key for node in path.nodes)
+                used = Used(
+                    tuple(n.key for n in path.nodes if n.start < max(live, decision.offset))
+                )
                 node = path.nodes[-1].id if path.nodes else 0
                 if live and live >= decision.offset:
                     return Found(_outreached(decision, live), used, node=node)
@@ -82,6 +87,7 @@ class Lookup:
                 point = None
                 if choice.point is not None:
                     point = next(p for p in held.points if p.offset == decision.offset)
+                    used = used._replace(state=point.state)
                 started = time.perf_counter()
                 try:
                     rebuilt = rebuild(txn, self.identity.id, held, point, decision.offset)
@@ -94,13 +100,17 @@ class Lookup:
         raise Damaged("So many records of this prompt are damaged that it is not served")
 
     def _decide(self, txn: Transaction, tokens: Tokens, minimum: int) -> tuple[Choice, Path, Facts]:
-        path = walk(txn, self.identity.id, tokens)
+        path = fresh(txn, walk(txn, self.identity.id, tokens))
         facts = facts_of(txn, path, self.quarantine.ids())
         inside = insides(tokens)
         choice = decide(len(tokens), path.matched, facts.candidates, minimum, self.step, inside)
         if path.broken is not None:
             reason = Reason.NEWER_FORMAT if path.newer else Reason.CORRUPT
             choice = replace(choice, decision=_scarred(choice.decision, reason))
+        else:
+            choice = replace(
+                choice, decision=_regretted(txn, self.identity.id, choice.decision, tokens, path)
+            )
         return choice, path, facts
 
     def _named(self, txn: Transaction, tokens: Tokens, decision: Decision, path: Path) -> Decision:
@@ -121,6 +131,20 @@ def _outreached(decision: Decision, live: int) -> Decision:
         reason = Reason.FULL
     limits = tuple(limit for limit in decision.limits if limit.offset >= live)
     return replace(decision, offset=live, matched=matched, reason=reason, limits=limits)
+
+
+def _regretted(
+    txn: Transaction, space: bytes, decision: Decision, tokens: Tokens, path: Path
+) -> Decision:
+    """The decision, with its reason where what comes next was stored once."""
+    if path.expired:
+        return _scarred(decision, Reason.EXPIRED)
+    if decision.reason not in (Reason.FULL, Reason.NO_PREFIX):
+        return decision
+    became = what_became(txn, space, tokens, path.matched)
+    if became is None:
+        return decision
+    return replace(decision, reason=Reason.EXPIRED if became == EXPIRED else Reason.EVICTED)
 
 
 def _scarred(decision: Decision, scar: Reason | None) -> Decision:

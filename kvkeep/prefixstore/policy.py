@@ -33,6 +33,8 @@ class Reason(StrEnum):
     NEWER_FORMAT = "newer_format"
     SPACE_CHANGED = "space_changed"
     STORE_FAILED = "store_failed"
+    EVICTED = "evicted"
+    EXPIRED = "expired"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from kvkeep.errors import CorruptFrame
 from kvkeep.persistence.frame import Draft, Frame
 from kvkeep.persistence.tensors import TensorSpec
 from kvkeep.prefixstore import layout
+from kvkeep.prefixstore.lapsed import EVICTED, what_became
 from kvkeep.prefixstore.ledger import Ledger
 from kvkeep.prefixstore.ranges import Ranges, clip, covers, merged, subtract
 from kvkeep.prefixstore.recipe import Recipe
@@ -60,9 +61,10 @@ def publish(
     the resume point are not all there; the caller then aborts the transaction.
     """
     txn, offset, written = ledger.txn, len(snapshot.tokens), 0
+    ledger.space = snapshot.space
     if load_recipe(txn, snapshot.recipe.id) is None:
         txn.put("recipes", snapshot.recipe.id, snapshot.recipe.packed)
-    nodes = _insert(ledger, snapshot)
+    nodes, returned = _insert(ledger, snapshot)
     path = walk(txn, snapshot.space, snapshot.tokens)
     known = {
         family: held.coverage(family)
@@ -82,28 +84,44 @@ def publish(
     written += _hang(ledger, nodes, snapshot, state, quarantined)
     for node in nodes.values():
         ledger.put_node(node)
-    ledger.touch(nodes[start] for start in sorted(nodes) if start < offset)
+    on_path = [nodes[start] for start in sorted(nodes) if start < offset]
+    ledger.touch(on_path, returned=returned)
+    ledger.states.rank(_states(on_path, snapshot.recipe.id, offset))
     return written
 
 
-def _insert(ledger: Ledger, snapshot: Snapshot) -> dict[int, Node]:
-    """The nodes along the tokens, by start offset, with the missing tail appended."""
+def _states(path: Sequence[Node], recipe: bytes, offset: int) -> list[tuple[int, str]]:
+    """Chunk and origin of the states of ``recipe`` up to ``offset``, in order."""
+    return [
+        (point.state, point.origin)
+        for node in path
+        for point in node.points
+        if point.state and point.offset <= offset and node.recipes[point.recipe] == recipe
+    ]
+
+
+def _insert(ledger: Ledger, snapshot: Snapshot) -> tuple[dict[int, Node], bool]:
+    """The nodes along the tokens, by start offset, with the missing tail appended.
+
+    And whether that tail was stored before, and evicted not long ago.
+    """
     txn, tokens = ledger.txn, snapshot.tokens
     path = walk(txn, snapshot.space, tokens)
     if path.broken is not None:
         raise Vanished("the stored path has a damaged or newer record in it")
-    nodes = [detach(node) for node in path.nodes]
+    nodes, returned = [detach(node) for node in path.nodes], False
     if path.matched < len(tokens):
+        returned = what_became(txn, snapshot.space, tokens, path.matched) == EVICTED
         if nodes and path.matched < nodes[-1].stop:
-            nodes[-1:] = [_split(ledger, nodes[-1], path.matched)]
+            nodes[-1:] = [split(ledger, nodes[-1], path.matched)]
         parent = nodes[-1].id if nodes else layout.ROOT
         tail = tokens[path.matched :]
         key = layout.node_key(snapshot.space, parent, int(tail[0]))
         nodes.append(Node(ledger.new_id(), key, path.matched, tail))
-    return {node.start: node for node in nodes}
+    return {node.start: node for node in nodes}, returned
 
 
-def _split(ledger: Ledger, node: Node, at: int) -> Node:
+def split(ledger: Ledger, node: Node, at: int) -> Node:
     """Cut a node in two at offset ``at``; the upper half. The lower keeps id and children."""
     upper = Node(
         ledger.new_id(), node.key, node.start, node.tokens[: at - node.start], node.recipes
@@ -121,10 +139,7 @@ def _split(ledger: Ledger, node: Node, at: int) -> Node:
     for index, family, start, stop, *frame in node.refs.tolist():
         chunk = Chunk(family, start, stop, Stored(*frame))
         _attach(ledger, halves, node.recipes[index], chunk, ((start, stop),), owned=True)
-    used = ledger.last_use(node)
-    for made in halves.values():
-        ledger.put_node(made)
-    ledger.touch(halves.values(), used)
+    ledger.split(node, list(halves.values()))
     return halves[node.start]
 
 

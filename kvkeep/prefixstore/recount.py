@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvkeep.errors import CorruptFrame, NewerFormat
 from kvkeep.persistence.environment import DATA_FILE, Environment, Transaction
 from kvkeep.persistence.frame import Frame
-from kvkeep.prefixstore import layout
+from kvkeep.prefixstore import bookkeeping, layout
 from kvkeep.prefixstore.ledger import counter
 from kvkeep.prefixstore.recipe import recipe_id
 from kvkeep.prefixstore.records import Node, Stored, check_of, unpack
@@ -71,7 +71,11 @@ def verify(env: Environment, progress: Progress | None = None) -> Audit:
     with env.begin() as txn:
         owners = _check_nodes(audit, txn)
         _check_chunks(audit, txn, owners, progress)
-        _check_uses(audit, txn)
+        bookkeeping.check(
+            txn,
+            lambda where, detail: audit.found("count", where, detail),
+            whole=not audit.unread,
+        )
         used, recorded = bytes_in_use(txn, whole=True), counter(txn, "used")
         if used != recorded and not audit.unread:
             audit.found("count", "meta", f"counted {used:,} bytes, recorded {recorded:,}")
@@ -144,8 +148,6 @@ def _check_nodes(audit: Audit, txn: Transaction) -> dict[int, tuple[str, Stored]
         recipes.update(node.recipes)
         if fault := fault_of(node):
             audit.found("damaged", where, fault)
-        if not _has_use(txn, node):
-            audit.found("count", where, "it has no record of its last use")
         for frame in node.frames():
             if frame.id in owners:
                 audit.found("chunk owned twice", where, f"also by {owners[frame.id][0]}")
@@ -205,24 +207,3 @@ def _check_frame(data: memoryview, due: Stored | None) -> None:
 def _pending(txn: Transaction) -> set[int]:
     """Chunks that are written and not yet published."""
     return {layout.from_pair(key)[1] for key in txn.keys("pending")}
-
-
-def _has_use(txn: Transaction, node: Node) -> bool:
-    data = txn.get("uses", layout.u64(node.id))
-    if data is None:
-        return False
-    when, start, key = layout.from_use_record(data)
-    filed = txn.get("lru", layout.lru_key(when, start, node.id))
-    return (start, key) == (node.start, node.key) and filed is not None and bytes(filed) == key
-
-
-def _check_uses(audit: Audit, txn: Transaction) -> None:
-    for key, node_key in txn.items("lru"):
-        when, start, node_id = layout.from_lru_key(key)
-        data = txn.get("uses", layout.u64(node_id))
-        if data is None or layout.from_use_record(data) != (when, start, bytes(node_key)):
-            audit.found("count", f"use of node {node_id}", "its two records disagree")
-        elif txn.get("nodes", bytes(node_key)) is None:
-            audit.found("count", f"use of node {node_id}", "the node is not stored")
-    if txn.count("uses") != txn.count("lru"):
-        audit.found("count", "uses", "there are more or fewer than in the order of use")

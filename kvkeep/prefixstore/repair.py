@@ -9,6 +9,7 @@ import numpy as np
 from kvkeep.errors import CorruptFrame, Damaged, NewerFormat
 from kvkeep.persistence.environment import DATA_FILE, REBUILD, Environment, Transaction
 from kvkeep.prefixstore import layout
+from kvkeep.prefixstore.bookkeeping import rebuild
 from kvkeep.prefixstore.ledger import Ledger
 from kvkeep.prefixstore.records import Node, detach, unpack
 from kvkeep.prefixstore.recount import (
@@ -26,8 +27,8 @@ def repair(env: Environment) -> Audit:
 
     Damaged and missing chunks are taken out of their nodes, resume points that lost their
     state go, and so does what a lost recipe described; unreadable or unreachable nodes and
-    orphans are deleted. Records of a newer format stay, with all that they may own. Where the
-    order of use was wrong, it starts anew. Raises ``Damaged`` for damaged pages, which the
+    orphans are deleted. Records of a newer format stay, with all that they may own. What is
+    counted and ordered beside them is made anew. Raises ``Damaged`` for damaged pages, which the
     records cannot mend.
     """
     audit = verify(env)
@@ -49,9 +50,7 @@ def repair(env: Environment) -> Audit:
             _mend(ledger, node, bad, lost)
         for chunk in bad:
             ledger.drop_chunk(chunk)
-        if any(p.what == "count" and p.where != "meta" for p in audit.problems):
-            _restart_uses(ledger)
-        ledger.used = bytes_in_use(txn, whole=not audit.newer_nodes)
+        rebuild(ledger, used=bytes_in_use(txn, whole=not audit.newer_nodes))
         ledger.settle()
     return audit
 
@@ -83,11 +82,6 @@ def _drop(ledger: Ledger, key: bytes) -> None:
         ledger.drop_node(detach(unpack(key, data)))
     except CorruptFrame:
         ledger.txn.delete("nodes", key)
-        for use, record in list(ledger.txn.items("uses")):
-            when, start, node_key = layout.from_use_record(record)
-            if node_key == key:
-                ledger.txn.delete("lru", layout.lru_key(when, start, layout.from_u64(use)))
-                ledger.txn.delete("uses", use)
 
 
 def _drop_recipes(txn: Transaction) -> set[bytes]:
@@ -110,11 +104,3 @@ def _mend(ledger: Ledger, node: Node, bad: set[int], lost: set[bytes]) -> None:
         ledger.put_node(mended)
     for frame in gone:
         ledger.drop_chunk(frame.id)
-
-
-def _restart_uses(ledger: Ledger) -> None:
-    """Count every node as used now."""
-    for database in ("uses", "lru"):
-        for key in list(ledger.txn.keys(database)):
-            ledger.txn.delete(database, key)
-    ledger.touch([detach(node) for _, node in readable(ledger.txn)])

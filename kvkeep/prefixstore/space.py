@@ -24,6 +24,7 @@ from kvkeep.prefixstore.event import (
 )
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.lookup import Found, Lookup
+from kvkeep.prefixstore.pins import Pin, pinned_on, remove_pin
 from kvkeep.prefixstore.policy import Decision, Reason
 from kvkeep.prefixstore.prepare import prepare
 from kvkeep.prefixstore.ranges import spelled
@@ -188,6 +189,23 @@ class Space:
         ids = as_tokens(tokens)
         self._await_queued(ids, minimum)
         return self._lookup.trace(ids, minimum)
+
+    def pin(self, tokens: Any, seconds: float | None = None) -> Pin:
+        """Keep what is stored of ``tokens`` from being evicted, and from expiring.
+
+        For ``seconds``, unless there is no other way to make room; without a time for good,
+        until ``unpin``. Waits for what was accepted before. ``Pin.tokens`` says how much of it
+        was stored. Raises ``NothingToPin``, or ``TooMuchPinned`` where pins without a deadline
+        would hold more than three quarters of the budget.
+        """
+        return self._core.pin(self.id, as_tokens(tokens), seconds)
+
+    def unpin(self, tokens: Any) -> bool:
+        """Take out the pin that reaches furthest within ``tokens``; whether there was one."""
+        self._core.check_writable()
+        with self._core.env.begin(write=True) as txn:
+            node = pinned_on(txn, self.id, as_tokens(tokens))
+            return node is not None and remove_pin(txn, node)
 
     def served(self, decision: Decision, seconds: float, request: str | None = None) -> str:
         """Count a lookup that a server answered from memory, without the store.

@@ -18,14 +18,25 @@ from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore import browse, identity, layout, metrics, recount
 from kvkeep.prefixstore.core import Core
 from kvkeep.prefixstore.event import LONGEST, Event
-from kvkeep.prefixstore.evict import Evicted, evict
-from kvkeep.prefixstore.ledger import Ledger, counter
+from kvkeep.prefixstore.evict import Evicted
+from kvkeep.prefixstore.ledger import Ledger, counter, policy_name
 from kvkeep.prefixstore.opening import Marker, find_or_make
 from kvkeep.prefixstore.past import Past
 from kvkeep.prefixstore.past import find as find_past
+from kvkeep.prefixstore.pins import (
+    NothingToPin,
+    Pin,
+    TooMuchPinned,
+    all_pins,
+    bytes_of,
+    protected,
+    remove_pin,
+)
 from kvkeep.prefixstore.recipe import kind_tree
 from kvkeep.prefixstore.repair import repair
 from kvkeep.prefixstore.report import WORST, Filter, Report, build
+from kvkeep.prefixstore.room import Room, settle_eviction
+from kvkeep.prefixstore.shelf import mark_of
 from kvkeep.prefixstore.sizes import parse_size
 from kvkeep.prefixstore.space import Space
 from kvkeep.prefixstore.tokens import as_tokens
@@ -41,12 +52,18 @@ def open_store(
     disk_reserve: int | str = "1GiB",
     read_only: bool = False,
     event_tokens: int = 0,
+    eviction: str | None = None,
+    state_share: float | None = None,
 ) -> Store:
     """Open the store in folder ``path``, or make one there.
 
     ``max_bytes`` is the byte budget, a number or a size such as ``"50GB"``. Without it an
     existing store keeps its own, and a new one takes 64 GiB or half of what is free on the
     disk, whichever is less. ``disk_reserve`` bytes of the disk stay free.
+
+    ``eviction`` is the policy by which room is made: ``lru``, ``probation`` or ``size``; a store
+    keeps the one it was last given, at first ``lru``. ``state_share`` is the part of the budget
+    that recurrent states may keep when room is needed, at first a third. See docs/eviction.md.
 
     Events hold no text and no tokens. With ``event_tokens`` a lookup keeps so many token ids,
     at most 64, from where its prompt left what is stored, for ``kvkeep why REQUEST`` to show.
@@ -63,7 +80,9 @@ def open_store(
         folder, map_size=marker.map_bytes, databases=layout.DATABASES, read_only=read_only
     )
     try:
-        store = Store(env, Limits(_settle_budget(env, budget, marker), reserve))
+        budget = _settle_budget(env, budget, marker)
+        settle_eviction(env, eviction, state_share)
+        store = Store(env, Limits(budget, reserve))
         store._core.events.keeps = min(max(event_tokens, 0), LONGEST)
         return store
     except BaseException:
@@ -108,6 +127,8 @@ class Store:
         draft_layout: Sequence[Any] | None = None,
         exact: bool = False,
         prefill_step: int = 2048,
+        ttl: float | None = None,
+        quota: float | str | None = None,
     ) -> Space:
         """The space of a model: nothing stored elsewhere is ever served here.
 
@@ -125,6 +146,11 @@ class Store:
         ``exact=True`` is chunk-aligned mode: a resumed run answers what a cold one answers,
         bit for bit. It stores only whole chunks of ``prefill_step`` tokens and resumes only
         between them, so the model must then be run in such chunks.
+
+        ``ttl`` is the time to live in seconds: what this space did not use for so long is not
+        served any more, and goes. ``quota`` is a number of bytes, or a size, that all spaces
+        under this ``salt`` may use together; what they used least recently makes room. Both are
+        written down and stay until they are given anew; ``float("inf")`` lifts them.
 
         Raises ``IdentityUnknown`` where the content cannot be read.
         """
@@ -159,6 +185,9 @@ class Store:
         if draft_layout is not None:
             drafted = kind_tree(draft_layout)
             draft = Space(self._core, found.part("draft", drafted), drafted, step)
+        if ttl is not None or quota is not None:
+            for each in (found, draft.identity if draft is not None else found):
+                self._core.limit(each, ttl, quota)
         return Space(self._core, found, kinds, step, draft)
 
     def stored_space(self, space: str) -> Space:
@@ -259,9 +288,13 @@ class Store:
         to: int | str | None = None,
         older_than: float | None = None,
         space: Space | str | None = None,
+        pinned: bool = False,
     ) -> Evicted:
-        """Drop leaves, least recently used first: down to ``to`` bytes, those unused for
-        ``older_than`` seconds, those of ``space``. Without any of them nothing goes.
+        """Give room back: until ``to`` bytes are used, what was unused for ``older_than``
+        seconds, what is in ``space``. Without any of them nothing goes.
+
+        With ``to`` alone things go as they do when the budget asks for it; with the others the
+        least recently used leaves. What is pinned stays, unless ``pinned`` says otherwise.
         """
         self._core.check_writable()
         if to is None and older_than is None and space is None:
@@ -272,9 +305,37 @@ class Store:
         target = (parse_size(to) if to not in (0, "0") else 0) if to is not None else None
         with self.env.begin(write=True) as txn:
             ledger = Ledger(txn)
-            gone = evict(ledger, to=target, before=before, space=space_id)
+            room = Room(ledger, self.max_bytes)
+            room.ask(target, before, space_id, pinned=pinned)
+            room.report()
             ledger.settle()
-        return gone
+        return room.gone.total
+
+    def pins(self) -> list[Pin]:
+        """Every pin that holds."""
+        with self.env.begin() as txn:
+            return list(all_pins(txn))
+
+    def pin(self, conversation: str, seconds: float | None = None) -> Pin:
+        """Pin a stored conversation by its id: see ``Space.pin``."""
+        tokens = self.conversation_tokens(conversation)
+        with self.env.begin() as txn:
+            mark = mark_of(txn, int(conversation, 16)) if tokens else None
+        if mark is None:
+            raise NothingToPin(f"No conversation has the id {conversation}")
+        return self._core.pin(mark.key[:16], as_tokens(tokens), seconds)
+
+    def unpin(self, pin: str) -> bool:
+        """Take a pin out by its id; whether there was one."""
+        self._core.check_writable()
+        with self.env.begin(write=True) as txn:
+            return remove_pin(txn, int(pin, 16))
+
+    @property
+    def eviction(self) -> str:
+        """The name of the eviction policy in force."""
+        with self.env.begin() as txn:
+            return policy_name(txn)
 
     @property
     def used_bytes(self) -> int:
@@ -300,8 +361,15 @@ class Store:
 
     def _shrink(self) -> None:
         """Bring an over-full store down to its budget before anything is served."""
-        if self.used_bytes > self.max_bytes:
-            self.evict(to=self.max_bytes)
+        with self.env.begin() as txn:
+            due = counter(txn, "used") > self.max_bytes or txn.count("ttls")
+        if due:
+            with self.env.begin(write=True) as txn:
+                ledger = Ledger(txn)
+                room = Room(ledger, self.max_bytes)
+                room.make(b"", 0)
+                room.report()
+                ledger.settle()
 
     def _remember(self, file: Path, compute: Callable[[], str]) -> str:
         """A file's fingerprint, kept by its path, size and time of change."""
@@ -333,5 +401,8 @@ def _settle_budget(env: Environment, budget: int | None, marker: Marker) -> int:
     if budget is None or budget == recorded or env.read_only:
         return recorded
     with env.begin(write=True) as txn:
+        held = bytes_of(txn, protected(txn)[0])
+        if held > budget:
+            raise TooMuchPinned(f"Pins without a deadline hold {held:,} bytes")
         txn.put("meta", b"budget", layout.u64(budget))
     return budget

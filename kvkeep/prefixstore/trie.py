@@ -22,13 +22,14 @@ class Path:
     """The nodes along a prompt, from the root, and how many tokens they match.
 
     The last node may reach beyond ``matched``. ``broken`` is the key of a record that could
-    not be read, where the walk had to stop.
+    not be read, where the walk had to stop. ``expired``: what comes next is too old to be used.
     """
 
     nodes: tuple[Node, ...]
     matched: int
     broken: bytes | None = None
     newer: bool = False
+    expired: bool = False
 
 
 class Rows(NamedTuple):

@@ -27,14 +27,14 @@ from kvkeep.errors import CorruptFrame, KvkeepError, StoreFull
 from kvkeep.persistence.environment import Environment, Transaction
 from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore import layout
-from kvkeep.prefixstore.evict import evict
 from kvkeep.prefixstore.ledger import Ledger
 from kvkeep.prefixstore.prepare import Prepared, RowDraft
-from kvkeep.prefixstore.publish import Chunk, Vanished, publish
+from kvkeep.prefixstore.publish import Chunk, Snapshot, Vanished, publish
 from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.receipt import Receipt
 from kvkeep.prefixstore.records import Stored
-from kvkeep.prefixstore.trie import walk
+from kvkeep.prefixstore.room import BUDGET, Room, budget_of
+from kvkeep.prefixstore.trie import Path, walk
 
 log = logging.getLogger("kvkeep")
 
@@ -96,6 +96,11 @@ class Writer:
         """Run ``task`` once, in a second or as soon after it as nothing else is to do."""
         self._later = (time.monotonic() + IDLE_SECONDS, task)
         self.call(_nothing)
+
+    @property
+    def max_bytes(self) -> int:
+        """The byte budget that the store was opened with."""
+        return self._limits.max_bytes
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -237,23 +242,30 @@ class Writer:
     def _make_room(self, ledger: Ledger, prepared: Prepared) -> None:
         snapshot = prepared.snapshot
         tokens = layout.footprint(len(snapshot.tokens) * 8)
-        drafts = [row.draft.nbytes for row in prepared.rows]
-        if prepared.state is not None:
-            drafts.append(prepared.state.nbytes)
-        wanted = sum(map(layout.footprint, drafts)) + tokens
-        self._fit(ledger, prepared, wanted)
+        rows = sum(layout.footprint(row.draft.nbytes) for row in prepared.rows)
+        state = layout.footprint(prepared.state.nbytes) if prepared.state is not None else 0
+        self._fit(ledger, prepared, rows + state + tokens, state)
 
-    def _fit(self, ledger: Ledger, prepared: Prepared, more: int) -> None:
-        """Evict what the snapshot does not build on until ``more`` bytes fit the budget."""
-        budget = self._limits.max_bytes - _reserved(ledger.txn)
-        if ledger.used + more <= budget:
-            return
-        path = walk(ledger.txn, prepared.snapshot.space, prepared.snapshot.tokens)
-        evict(ledger, to=budget - more, protect={node.id for node in path.nodes})
-        if ledger.used + more > budget:
+    def _fit(self, ledger: Ledger, prepared: Prepared, more: int, more_state: int = 0) -> None:
+        """Evict what the snapshot does not build on until ``more`` bytes fit the budgets."""
+        txn, snapshot = ledger.txn, prepared.snapshot
+        path = walk(txn, snapshot.space, snapshot.tokens)
+        room = Room(ledger, budget_of(txn, self._limits.max_bytes) - _reserved(txn))
+        room.spare = {node.id for node in path.nodes}
+        room.last = set(_last_state(path, snapshot))
+        over = room.make(snapshot.space, more, more_state)
+        room.report()
+        if over == BUDGET:
             raise StoreFull(
                 f"A snapshot of {prepared.nbytes:,} bytes does not fit the budget of "
-                f"{self._limits.max_bytes:,} bytes beside what it builds on"
+                f"{budget_of(txn, self._limits.max_bytes):,} bytes beside what it builds on "
+                "and what is pinned"
+            )
+        if over:
+            raise StoreFull(
+                f"A snapshot of {prepared.nbytes:,} bytes does not fit the quota of its salt, "
+                f"{ledger.tenant(snapshot.space).quota:,} bytes, beside what it builds on "
+                "and what is pinned"
             )
 
     def _check_disk(self, wanted: int) -> None:
@@ -336,6 +348,19 @@ def _gone(pid: int) -> bool:
     except PermissionError:
         return False
     return False
+
+
+def _last_state(path: Path, snapshot: Snapshot) -> Iterator[int]:
+    """The state of the last resume point of the path, and of the one before it."""
+    found = [
+        point.state
+        for node in path.nodes
+        for point in node.points
+        if point.state
+        and point.offset <= min(path.matched, len(snapshot.tokens))
+        and node.recipes[point.recipe] == snapshot.recipe.id
+    ]
+    yield from found[-2:]
 
 
 def _nothing() -> None:

@@ -16,6 +16,8 @@ from kvkeep.errors import Damaged, KvkeepError, StoreFull
 
 HEAVY = ("mlx", "mlx_lm", "lmdb", "numpy", "transformers", "msgpack", "zstandard", "platformdirs")
 
+WITHOUT_STORE = ("simulate",)
+
 
 def loaded(name: str) -> click.Command:
     command = main.get_command(click.Context(main), name)
@@ -39,7 +41,8 @@ def test_every_command_teaches_with_an_example(name: str) -> None:
 def test_every_option_is_explained_and_the_common_ones_are_there(name: str) -> None:
     params = [p for p in loaded(name).params if isinstance(p, click.Option)]
     assert not [p.name for p in params if not p.help]
-    assert {"--store", "--json", "--debug"} <= {o for p in params for o in p.opts}
+    common = {"--json", "--debug"} if name in WITHOUT_STORE else {"--store", "--json", "--debug"}
+    assert common <= {o for p in params for o in p.opts}
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["doctor", "--help"]])

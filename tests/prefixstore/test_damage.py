@@ -22,7 +22,7 @@ FIRST = [7, 8, 9, 10] * 10
 SECOND = [*FIRST[:8], *[5, 6] * 16]
 """Two prompts of 40 tokens that part after 8. The first has chunks from 0, 8, 16, 20 and 32 on."""
 
-NOT_CONTENT = {"quarantine", "events", "uses", "lru", "meta"}
+NOT_CONTENT = {"quarantine", "events", "uses", "lru", "ages", "states", "fading", "meta"}
 """Databases that a lookup may write to."""
 
 

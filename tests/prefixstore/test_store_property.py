@@ -210,7 +210,7 @@ class World:
         used = self.store.used_bytes
         gone = self.store.evict(to=int(used * share))
         assert self.store.used_bytes == used - gone.bytes <= used * share
-        if gone.nodes:
+        if gone.bytes:
             seen["evictions"] += 1
             self.evicted = True
 

@@ -60,23 +60,23 @@ def touch(
     path: Sequence[Step],
     when: int,
     *,
-    hit: bool = False,
+    hits: int = 0,
     returned: bool = False,
 ) -> None:
     """Note a use at ``when`` of the nodes from the root to some node, in this order.
 
-    ``hit``: a lookup resumed them. ``returned``: those that are new were stored before, and
+    ``hits`` lookups resumed them. ``returned``: those that are new were stored before, and
     evicted not long ago. Moves no use and no rank back.
     """
     shelf.floor = shelf.floor or when
     least = 0
     for step in reversed(path):
         old = shelf.get(step.id)
-        hits = min(old.hits + hit, MAX_HITS) if old is not None else int(returned)
+        known = min(old.hits + hits, MAX_HITS) if old is not None else int(returned)
         latest = max(when, old.when) if old is not None else when
-        rank = policy.rank(Use(latest, hits, step.tokens, step.nbytes), shelf.floor)
+        rank = policy.rank(Use(latest, known, step.tokens, step.nbytes), shelf.floor)
         least = min(max(rank, least, old.rank if old is not None else 0), MAX_RANK)
-        shelf.put(step.id, Mark(least, latest, step.start, hits, step.key))
+        shelf.put(step.id, Mark(least, latest, step.start, known, step.key))
 
 
 def victims(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvkeep.prefixstore.eviction import Policy
+from kvkeep.prefixstore.eviction.base import Policy
 from kvkeep.prefixstore.eviction.lru import POLICY as LRU
 from kvkeep.prefixstore.simulate.traces import Request
 from kvkeep.prefixstore.simulate.trie import Trie

@@ -97,7 +97,7 @@ class Trie:
         they do not fit beside what they build on, which stays.
         """
         path, matched = self._walk(blocks)
-        self._touch(path, when, hit=True)
+        self._touch(path, when, hits=1)
         new = len(blocks) - matched
         returned = bool(new) and self._was_evicted(blocks[: matched + 1])
         if new and not self._make_room(new, {edge.id for edge in path}):
@@ -131,16 +131,14 @@ class Trie:
             edge = below
         return path, at
 
-    def _touch(
-        self, path: list[Edge], when: int, *, hit: bool = False, returned: bool = False
-    ) -> None:
+    def _touch(self, path: list[Edge], when: int, *, hits: int = 0, returned: bool = False) -> None:
         if self.capacity is None:
             return
         steps = [
             Step(e.id, e.start, len(e.run) * self.block_tokens, len(e.run) * self.block_bytes, e)
             for e in path
         ]
-        touch(self.shelf, self.policy, steps, when, hit=hit, returned=returned)
+        touch(self.shelf, self.policy, steps, when, hits=hits, returned=returned)
 
     def _make_room(self, new: int, spare: set[int]) -> bool:
         if self.capacity is None:
