@@ -21,7 +21,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgpack
@@ -61,12 +63,15 @@ CHECKED = HEAD.size - 8
 
 _ARRAY_OF_TWO = b"\x92"
 _PLAIN = (int, str, bytes, bool, float, type(None))
+_UNPACKING = (ValueError, TypeError, msgpack.UnpackException)
 
 MOST_HEADER = 1 << 22
 MOST_TENSORS = 1 << 14
 MOST_AXES = 8
 MOST_NAME = 256
 MOST_PAYLOAD = (1 << 32) - 2 * MOST_HEADER
+SMALL_TABLE = 1 << 16
+"""Bytes of a packed table that is worth remembering."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,12 @@ class _Part:
     encoding: int
     offset: int
     size: int
+
+
+@dataclass(frozen=True)
+class _Table:
+    parts: Mapping[str, _Part]
+    specs: Mapping[str, TensorSpec]
 
 
 class Draft:
@@ -131,14 +142,12 @@ class Frame:
     Over a value in LMDB's map that is the end of the transaction.
     """
 
-    def __init__(
-        self, view: memoryview, start: int, parts: Mapping[str, _Part], extra: dict[str, Any]
-    ) -> None:
+    def __init__(self, view: memoryview, start: int, table: _Table, extra: dict[str, Any]) -> None:
         self._payload = np.frombuffer(view, np.uint8)[start:]
-        self._parts = parts
+        self._parts = table.parts
         self.nbytes = len(view)
         self.extra = extra
-        self.specs: dict[str, TensorSpec] = {name: part.spec for name, part in parts.items()}
+        self.specs = table.specs
 
     @classmethod
     def open(cls, buffer: bytes | bytearray | memoryview) -> Frame:
@@ -270,7 +279,25 @@ def _split(data: memoryview) -> tuple[bytes, int]:
     return bytes(data[HEAD.size : HEAD.size + header]), start
 
 
-def _unpack_header(packed: bytes) -> tuple[list[Any], dict[str, Any]]:
+def _unpack_header(packed: bytes) -> tuple[bytes, dict[str, Any]]:
+    """The table of tensors, still packed, and ``extra``."""
+    unpacker = _unpacker(packed)
+    try:
+        if unpacker.read_array_header() != 2:
+            raise CorruptFrame("A frame's header has another form")
+        start = unpacker.tell()
+        unpacker.skip()
+        table = packed[start : unpacker.tell()]
+        extra = unpacker.unpack()
+        complete = unpacker.tell() == len(packed)
+    except _UNPACKING as error:
+        raise CorruptFrame(f"A frame's header cannot be read ({error})") from error
+    if not complete or type(extra) is not dict or not _is_plain(extra):
+        raise CorruptFrame("A frame's header has another form")
+    return table, extra
+
+
+def _unpacker(packed: bytes) -> msgpack.Unpacker:
     unpacker = msgpack.Unpacker(
         use_list=True,
         raw=False,
@@ -280,17 +307,8 @@ def _unpack_header(packed: bytes) -> tuple[list[Any], dict[str, Any]]:
         max_array_len=min(len(packed), MOST_TENSORS),
         max_map_len=min(len(packed), MOST_TENSORS),
     )
-    try:
-        unpacker.feed(packed)
-        header = unpacker.unpack()
-        complete = unpacker.tell() == len(packed)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise CorruptFrame(f"A frame's header cannot be read ({error})") from error
-    match header:
-        case [list(table), dict(extra)] if complete and _is_plain(extra):
-            return table, extra
-        case _:
-            raise CorruptFrame("A frame's header has another form")
+    unpacker.feed(packed)
+    return unpacker
 
 
 def _is_plain(extra: dict[Any, Any]) -> bool:
@@ -313,10 +331,23 @@ def _no_extension(code: int, data: bytes) -> Any:
     raise ValueError(f"extension type {code} of {len(data)} bytes")
 
 
-def _read_table(table: list[Any], payload: int) -> dict[str, _Part]:
+def _read_table(packed: bytes, payload: int) -> _Table:
+    """The tensors of a frame. Frames of one recipe mostly have the same table."""
+    known = _known_table if len(packed) <= SMALL_TABLE else _known_table.__wrapped__
+    return known(packed, payload)
+
+
+@lru_cache(maxsize=16)
+def _known_table(packed: bytes, payload: int) -> _Table:
+    try:
+        rows = _unpacker(packed).unpack()
+    except _UNPACKING as error:
+        raise CorruptFrame(f"A frame's header cannot be read ({error})") from error
+    if type(rows) is not list:
+        raise CorruptFrame("A frame's header has another form")
     parts: dict[str, _Part] = {}
     end = 0
-    for row in table:
+    for row in rows:
         part = _read_part(row)
         if part.spec.name in parts:
             raise CorruptFrame(f"A frame holds {part.spec.name} twice")
@@ -328,7 +359,8 @@ def _read_table(table: list[Any], payload: int) -> dict[str, _Part]:
         parts[part.spec.name] = part
     if end != payload:
         raise CorruptFrame(f"A frame's tensors end at {end} of {payload} bytes")
-    return parts
+    specs = {name: part.spec for name, part in parts.items()}
+    return _Table(MappingProxyType(parts), MappingProxyType(specs))
 
 
 def _read_part(row: Any) -> _Part:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ class TensorSpec:
         """Bytes of the whole tensor, uncompressed."""
         return prod(self.shape) * self.itemsize
 
-    @property
+    @cached_property
     def host_dtype(self) -> np.dtype[Any]:
         """The numpy dtype of the tensor's bits."""
         import numpy as np
