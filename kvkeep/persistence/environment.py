@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 
 from kvkeep.errors import Damaged, StoreClosed, StoreReadOnly, StoreUnusable
+from kvkeep.persistence.disk import parallel_reads
 from kvkeep.persistence.lmdb_errors import translate, translate_opening, translated
 
 if TYPE_CHECKING:
@@ -236,6 +237,16 @@ class Transaction:
     ) -> Iterator[tuple[bytes, memoryview]]:
         """As ``keys``, with the values; in a write transaction the values are copies."""
         return self._scan(database, prefix, start, values=True)
+
+    def file_bytes(self) -> int:
+        """Bytes of the data file, which hold all values."""
+        with translated(self._folder):
+            return (self._folder / DATA_FILE).stat().st_size
+
+    @property
+    def parallel_reads(self) -> int:
+        """How many large values to read at once."""
+        return parallel_reads(self._folder)
 
     def end(self) -> None:
         """Let go of LMDB's transaction, which whoever began it commits or aborts."""

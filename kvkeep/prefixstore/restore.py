@@ -6,11 +6,8 @@ arrays themselves are made and handed over on the caller's thread.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from kvkeep.codecs.base import Meta, Placement
@@ -24,6 +21,8 @@ from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.ranges import covers, merged
 from kvkeep.prefixstore.recipe import assemble
 from kvkeep.prefixstore.records import PointRecord, check_of
+from kvkeep.prefixstore.targets import Target, targets_of
+from kvkeep.prefixstore.threads import run_ahead
 from kvkeep.prefixstore.trie import Held, Rows
 
 
@@ -57,7 +56,7 @@ def rebuild(
     state: Frame | None = None
     if point is not None and point.state:
         expect = {"space": space, "recipe": recipe.id, "offset": p}
-        state, _ = _open(txn, point.state, point.check, expect)
+        state = _verified(_value(txn, point.state), point.state, point.check, expect)
         metas = list(_metas(state, len(recipe.layers), point.state))
     params = [dict(layer.params) for layer in recipe.layers]
     placements = [
@@ -73,7 +72,16 @@ def rebuild(
         ]
         + (list(state.specs.values()) if state is not None else [])
     )
-    done = list(_pool().map(lambda job: _fill(txn, space, held, placements, slab, *job), jobs))
+    targets = targets_of(recipe, placements, slab.views)
+
+    def read(job: tuple[int, Rows]) -> memoryview:
+        return _value(txn, job[1].chunk)
+
+    def fill(job: tuple[int, Rows], data: memoryview) -> int:
+        family, rows = job
+        return _fill(space, held, rows, family, data, targets[family])
+
+    done = run_ahead(read, fill, jobs, txn.parallel_reads)
     if state is not None and point is not None:
         for name in state.specs:
             slab.views[name][...] = _read(state, name, point.state)
@@ -122,8 +130,11 @@ def _check_claim(
     placements: list[Placement],
     jobs: list[tuple[int, Rows]],
 ) -> None:
-    """Nothing is allocated for rows that the stored bytes cannot expand to."""
-    stored = sum(len(_value(txn, rows.chunk)) for _, rows in jobs)
+    """Nothing is allocated for rows that the stored bytes cannot expand to.
+
+    The sizes are those that the nodes tell: to look at the values would read them.
+    """
+    stored = min(sum(rows.size for _, rows in jobs), txn.file_bytes())
     due = sum(
         spec.bytes_per_token * segment.length
         for layer, placement in zip(held.recipe.layers, placements, strict=True)
@@ -135,48 +146,25 @@ def _check_claim(
 
 
 def _fill(
-    txn: Transaction,
-    space: bytes,
-    held: Held,
-    placements: list[Placement],
-    slab: Slab,
-    family: int,
-    rows: Rows,
+    space: bytes, held: Held, rows: Rows, family: int, data: memoryview, targets: Sequence[Target]
 ) -> int:
     """Copy one chunk's rows to where they belong; the bytes read."""
-    start, stop, chunk, check = rows
+    start, stop, chunk, _, check = rows
     expect = {"space": space, "recipe": held.recipe_id, "family": family, "start": start}
-    frame, size = _open(txn, chunk, check, expect)
-    for i in held.recipe.families[family].layers:
-        for spec in held.recipe.layers[i].rows:
-            name = f"{i}/{spec.name}"
-            found = frame.specs.get(name)
-            end = frame.extra.get("stop")
-            length = end - start if type(end) is int else -1
-            if (
-                found is None
-                or length < 0
-                or (found.dtype, found.shape) != (spec.dtype, spec.sized(length))
-                or length < stop - start
-            ):
-                raise BrokenChunk(chunk, f"tensor {name} is not what the recipe says")
-            lead = (slice(None),) * spec.axis
-            for segment in placements[i].segments:
-                a = max(start, segment.position)
-                b = min(stop, segment.position + segment.length)
-                if a < b:
-                    slot = segment.slot + a - segment.position
-                    out = slab.views[name][(*lead, slice(slot, slot + b - a))]
-                    try:
-                        frame.copy_into(name, out, spec.axis, a - start, b - start)
-                    except CorruptFrame as error:
-                        raise BrokenChunk(chunk, error.problem) from error
-    return size
+    frame = _verified(data, chunk, check, expect)
+    end = frame.extra.get("stop")
+    if type(end) is not int or end < stop:
+        raise BrokenChunk(chunk, "it ends before its rows do")
+    try:
+        for target in targets:
+            target.fill(frame, start, stop, end - start)
+    except CorruptFrame as error:
+        raise BrokenChunk(chunk, error.problem) from error
+    return len(data)
 
 
-def _open(txn: Transaction, chunk: int, check: int, expect: Mapping[str, Any]) -> tuple[Frame, int]:
-    """A verified frame that is the very one meant and what ``expect`` says, and its bytes."""
-    data = _value(txn, chunk)
+def _verified(data: memoryview, chunk: int, check: int, expect: Mapping[str, Any]) -> Frame:
+    """The frame in ``data``, whole, the very one meant, and what ``expect`` says."""
     try:
         frame = Frame.open(data)
     except NewerFormat as error:
@@ -188,7 +176,7 @@ def _open(txn: Transaction, chunk: int, check: int, expect: Mapping[str, Any]) -
     for key, value in expect.items():
         if frame.extra.get(key) != value:
             raise BrokenChunk(chunk, f"the record belongs to another {key}")
-    return frame, len(data)
+    return frame
 
 
 def _value(txn: Transaction, chunk: int) -> memoryview:
@@ -229,9 +217,3 @@ def _state_tensors(state: Frame | None, layer: int, arrays: Mapping[str, Any]) -
     return {
         name.removeprefix(prefix): arrays[name] for name in state.specs if name.startswith(prefix)
     }
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    """Threads that verify and copy; more than cores, since cold pages make them wait."""
-    return ThreadPoolExecutor(min(8, 4 * (os.cpu_count() or 1)), "kvkeep-read")

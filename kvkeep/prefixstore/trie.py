@@ -33,11 +33,12 @@ class Path:
 
 
 class Rows(NamedTuple):
-    """A row chunk on a path: its positions, its id, and the checksum of its frame."""
+    """A row chunk on a path: its positions, its id, and its frame's bytes and checksum."""
 
     start: int
     stop: int
     chunk: int
+    size: int
     check: int
 
 
@@ -126,10 +127,10 @@ def held_on(txn: Transaction, path: Path, quarantined: Container[int]) -> list[H
         for recipe_id in node.recipes:
             chunks.setdefault(recipe_id, {})
         refs = node.refs[node.refs["start"] < path.matched]
-        for index, family, start, stop, chunk, _, check in refs.tolist():
+        for index, family, start, stop, chunk, size, check in refs.tolist():
             if chunk not in quarantined:
                 mine = chunks[node.recipes[index]].setdefault(family, [])
-                mine.append(Rows(start, min(stop, path.matched), chunk, check))
+                mine.append(Rows(start, min(stop, path.matched), chunk, size, check))
         for point in node.points:
             if point.offset <= path.matched:
                 points.setdefault(node.recipes[point.recipe], []).append(point)

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 from kvkeep.prefixstore import threads
-from kvkeep.prefixstore.threads import run_all
+from kvkeep.prefixstore.threads import run_ahead, run_all
 
 
 @pytest.fixture(params=[1, 3])
 def count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The threads of a machine with one core, and with three."""
     monkeypatch.setattr(threads, "_threads", lambda: request.param)
-    threads._pool.cache_clear()
+    threads._copiers.cache_clear()
     yield int(request.param)
-    threads._pool.cache_clear()
+    threads._copiers.cache_clear()
 
 
 def test_answers_come_in_the_order_of_the_jobs(count: int) -> None:
@@ -71,3 +71,53 @@ raise SystemExit(os.waitpid(child, 0)[1])
 def test_a_forked_child_has_threads_of_its_own() -> None:
     done = subprocess.run([sys.executable, "-c", FORKING], check=False, timeout=60)
     assert done.returncode == 0
+
+
+def test_reads_run_ahead_but_not_far(count: int) -> None:
+    lock = threading.Lock()
+    read: list[int] = []
+    worked: list[int] = []
+    most = 0
+
+    def fetch(job: int) -> str:
+        with lock:
+            read.append(job)
+        return str(job)
+
+    def work(job: int, fetched: str) -> tuple[int, str]:
+        nonlocal most
+        time.sleep(0.002)
+        with lock:
+            most = max(most, len(read) - len(worked))
+            worked.append(job)
+        return job, fetched
+
+    jobs = range(100, 200)
+    assert run_ahead(fetch, work, jobs, 2) == [(job, str(job)) for job in jobs]
+    assert sorted(read) == sorted(worked) == list(jobs)
+    assert most == 1 if count == 1 else 1 < most <= threads.AHEAD + count
+
+
+@pytest.mark.parametrize("place", ["read", "work"])
+def test_an_error_of_a_read_ahead_is_raised_once_nothing_runs(count: int, place: str) -> None:
+    running: set[tuple[str, int]] = set()
+    started: set[int] = set()
+    lock = threading.Lock()
+
+    def one(where: str, job: int) -> None:
+        with lock:
+            running.add((where, job))
+            started.add(job)
+        try:
+            if (where, job) == (place, 3):
+                raise KeyError(job)
+            time.sleep(0.01)
+        finally:
+            with lock:
+                running.remove((where, job))
+
+    with pytest.raises(KeyError, match="3"):
+        run_ahead(lambda job: one("read", job), lambda job, _: one("work", job), range(90), 4)
+    assert running == set()
+    assert 3 in started
+    assert len(started) < 90

@@ -1,0 +1,39 @@
+"""How a disk is best read through a map."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+MANY = 8
+FAR_AHEAD = 2 << 10
+"""KiB of the kernel's own read-ahead from which it alone keeps the disk busy."""
+
+
+@lru_cache(maxsize=64)
+def parallel_reads(folder: Path) -> int:
+    """How many values to read at once from a map on the disk of ``folder``.
+
+    One where the kernel reads far ahead: then several readers only get into each other's way.
+    Otherwise many, since each of them waits for every little piece.
+    """
+    ahead = _read_ahead(folder)
+    return 1 if ahead is not None and ahead >= FAR_AHEAD else MANY
+
+
+def _read_ahead(folder: Path) -> int | None:
+    """KiB that the kernel reads ahead on that disk; ``None`` where it does not tell (Linux does).
+
+    A partition does as the disk that it is on.
+    """
+    try:
+        device = folder.stat().st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        for place in (f"class/bdi/{number}", f"dev/block/{number}/../queue"):
+            file = Path("/sys", place, "read_ahead_kb")
+            if file.exists():
+                return int(file.read_text())
+    except (OSError, ValueError):
+        pass
+    return None
