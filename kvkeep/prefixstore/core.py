@@ -16,6 +16,7 @@ from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.ledger import Ledger
 from kvkeep.prefixstore.pins import Pin, add_pin
 from kvkeep.prefixstore.quarantine import Quarantine
+from kvkeep.prefixstore.recount import space_fault
 from kvkeep.prefixstore.room import Room, budget_of
 from kvkeep.prefixstore.sizes import parse_size
 from kvkeep.prefixstore.tenants import key_of
@@ -48,7 +49,8 @@ class Core:
             return
         record = {"fields": found.fields, "label": found.label, "created": time.time()}
         with self.env.begin(write=True) as txn:
-            if txn.get("spaces", found.id) is None:
+            known = txn.get("spaces", found.id)
+            if known is None or space_fault(found.id, known):
                 txn.put("spaces", found.id, msgpack.packb(record))
         self._known.add(found.id)
 

@@ -30,6 +30,10 @@ COUNTERS = ("used", "state_bytes", "next_id", "floor", "state_floor")
 was evicted, the highest score that was thinned."""
 
 
+WITH_IDS = ("chunks", "uses")
+"""Databases whose keys are the ids of chunks and of nodes."""
+
+
 class Ledger:
     """A write transaction on the trie. Call ``settle`` before the transaction commits.
 
@@ -48,9 +52,15 @@ class Ledger:
         self._spent: Counter[bytes] = Counter()
 
     def new_id(self) -> int:
-        """An id that no node and no chunk ever had."""
+        """An id that no node and no chunk has, whatever became of the counter."""
         self._next += 1
+        if self._next >> 63 or self._is_taken(self._next):
+            self._next = highest_id(self.txn) + 1
         return self._next
+
+    def recount_ids(self) -> None:
+        """Have new ids begin above every one that is taken."""
+        self._next = highest_id(self.txn)
 
     def settle(self) -> None:
         """Write the counters."""
@@ -151,6 +161,10 @@ class Ledger:
         now = time.time_ns() if when is None else when
         touch(self.shelf, self.policy, steps, now, hits=hits, returned=returned)
 
+    def _is_taken(self, number: int) -> bool:
+        key = layout.u64(number)
+        return any(self.txn.get(database, key) is not None for database in WITH_IDS)
+
     def _follow(self, node: Node) -> None:
         """Have the marks of states say what the node's record is about to say."""
         new = {point.state: point for point in node.points if point.state}
@@ -203,6 +217,12 @@ class Ledger:
 def node_bytes(node: Node) -> int:
     """Bytes of the rows and states that a node owns."""
     return int(node.refs["size"].sum()) + sum(point.size for point in node.points)
+
+
+def highest_id(txn: Transaction) -> int:
+    """The highest id of a node or a chunk, 0 where there is none."""
+    keys = (key for database in WITH_IDS for key in txn.keys(database))
+    return max(map(layout.from_u64, keys), default=0)
 
 
 def quarantine(txn: Transaction, chunk: int, reason: str) -> None:

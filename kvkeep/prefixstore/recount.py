@@ -10,7 +10,8 @@ from kvkeep.errors import CorruptFrame, NewerFormat
 from kvkeep.persistence.environment import DATA_FILE, Environment, Transaction
 from kvkeep.persistence.frame import Frame
 from kvkeep.prefixstore import bookkeeping, layout
-from kvkeep.prefixstore.ledger import counter
+from kvkeep.prefixstore.identity import Identity
+from kvkeep.prefixstore.ledger import counter, highest_id
 from kvkeep.prefixstore.recipe import recipe_id
 from kvkeep.prefixstore.records import Node, Stored, check_of, unpack
 from kvkeep.prefixstore.trie import load_recipe
@@ -76,6 +77,9 @@ def verify(env: Environment, progress: Progress | None = None) -> Audit:
             lambda where, detail: audit.found("count", where, detail),
             whole=not audit.unread,
         )
+        _check_spaces(audit, txn)
+        if counter(txn, "next_id") < highest_id(txn):
+            audit.found("count", "meta", "the next id is taken")
         used, recorded = bytes_in_use(txn, whole=True), counter(txn, "used")
         if used != recorded and not audit.unread:
             audit.found("count", "meta", f"counted {used:,} bytes, recorded {recorded:,}")
@@ -202,6 +206,20 @@ def _check_frame(data: memoryview, due: Stored | None) -> None:
         raise CorruptFrame("Another frame lies in its place")
     for name in frame.specs:
         frame.read(name)
+
+
+def space_fault(key: bytes, data: memoryview) -> str:
+    """What is wrong with the record of a space; nothing if nothing is."""
+    try:
+        return "" if Identity.unpack(data)[0].id == key else "it is the record of another"
+    except CorruptFrame as error:
+        return error.problem
+
+
+def _check_spaces(audit: Audit, txn: Transaction) -> None:
+    for key, data in txn.items("spaces"):
+        if fault := space_fault(key, data):
+            audit.found("damaged", f"space {key.hex()}", fault)
 
 
 def _pending(txn: Transaction) -> set[int]:

@@ -18,6 +18,7 @@ from kvkeep.prefixstore.recount import (
     fault_of,
     readable,
     recipe_fault,
+    space_fault,
     verify,
 )
 
@@ -27,9 +28,9 @@ def repair(env: Environment) -> Audit:
 
     Damaged and missing chunks are taken out of their nodes, resume points that lost their
     state go, and so does what a lost recipe described; unreadable or unreachable nodes and
-    orphans are deleted. Records of a newer format stay, with all that they may own. What is
-    counted and ordered beside them is made anew. Raises ``Damaged`` for damaged pages, which the
-    records cannot mend.
+    orphans are deleted; a space is described again when it is next used. Records of a newer
+    format stay, with all that they may own. What is counted and ordered beside them is made
+    anew. Raises ``Damaged`` for damaged pages, which the records cannot mend.
     """
     audit = verify(env)
     for problem in audit.problems:
@@ -45,11 +46,15 @@ def repair(env: Environment) -> Audit:
         while gone := _unusable(txn, whole=not audit.newer_nodes):
             for key in gone:
                 _drop(ledger, key)
+        for key, data in list(txn.items("spaces")):
+            if space_fault(key, data):
+                txn.delete("spaces", key)
         lost = _drop_recipes(txn)
         for node in [detach(node) for _, node in readable(txn)]:
             _mend(ledger, node, bad, lost)
         for chunk in bad:
             ledger.drop_chunk(chunk)
+        ledger.recount_ids()
         rebuild(ledger, used=bytes_in_use(txn, whole=not audit.newer_nodes))
         ledger.settle()
     return audit

@@ -16,7 +16,7 @@ from kvkeep.persistence.frame import CHECKED, HEAD
 from kvkeep.prefixstore import layout, records
 from kvkeep.prefixstore.layout import DATABASES
 from tests.prefixstore import shapes
-from tests.prefixstore.shapes import make
+from tests.prefixstore.shapes import make, problem
 
 FIRST = [7, 8, 9, 10] * 10
 SECOND = [*FIRST[:8], *[5, 6] * 16]
@@ -461,6 +461,62 @@ def test_wrong_bookkeeping_is_found_and_repaired(tmp_path, what):
         store.evict(to=0)
         assert store.used_bytes == 0
         assert not content(store)["chunks"]
+
+
+@pytest.mark.parametrize("number", [None, 0, 2, (1 << 64) - 1])
+def test_a_wrong_counter_of_ids_never_mixes_two_prompts(tmp_path, number):
+    """A new node under the id of an old one would inherit what hangs below that."""
+    path, shape = tmp_path / "store", "plain"
+    old, new = [1] * 20, [2] * 20
+    with opened(path, shape) as (store, space):
+        for tokens in (old, [*old, *[5] * 10]):
+            assert space.snapshot(tokens, make(shape, tokens)).stored
+        if number is None:
+            with store.env.begin(write=True) as txn:
+                txn.delete("meta", b"next_id")
+        else:
+            put(store, "meta", b"next_id", layout.u64(number))
+        assert store.verify().damaged or number == (1 << 64) - 1
+        assert space.snapshot(new, make(shape, new)).stored
+        for tokens, offset in (([*new, *[5] * 10], 20), ([*old, *[5] * 10], 30)):
+            hit = space.resume([*tokens, 9])
+            assert hit.offset == offset
+            assert not problem(shape, tokens[:offset], hit.caches)
+        assert not store.verify().problems
+
+
+def test_a_wrong_counter_of_ids_is_repaired(tmp_path):
+    path, shape = tmp_path / "store", "plain"
+    fill(path, shape)
+    with opened(path, shape) as (store, _):
+        put(store, "meta", b"next_id", layout.u64(1))
+        assert [(p.what, p.where) for p in store.verify().problems] == [("count", "meta")]
+        store.repair()
+        assert not store.verify().problems
+
+
+@pytest.mark.parametrize("how", [lambda data: data[:-3], lambda data: b"\xc1", None])
+def test_a_damaged_description_of_a_space_is_written_anew(tmp_path, how):
+    path, shape = tmp_path / "store", "plain"
+    fill(path, shape)
+    with opened(path, shape) as (store, space):
+        data = content(store)["spaces"][space.id]
+        with store.env.begin(write=True) as txn:
+            if how is None:
+                txn.delete("spaces", space.id)
+            else:
+                txn.put("spaces", space.id, how(data))
+        if how is not None:
+            assert [p.where for p in store.verify().problems] == [f"space {space.id.hex()}"]
+            assert not store.spaces()[0].fields
+        check_hit(shape, FIRST, space.resume([*FIRST, 1]), 40, Reason.FULL)
+    with opened(path, shape) as (store, space):
+        assert space.snapshot(FIRST, make(shape, FIRST)).stored
+        assert [info.id for info in store.spaces()] == [space.id.hex()]
+        assert not store.verify().problems
+        put(store, "spaces", space.id, b"\xc1")
+        store.repair()
+        assert not store.verify().problems
 
 
 def test_a_store_that_may_only_be_read_serves_around_damage_and_changes_nothing(filled):
