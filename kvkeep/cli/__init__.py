@@ -23,6 +23,7 @@ COMMANDS = {
     "tree": "tree",
     "inspect": "inspect",
     "report": "report",
+    "top": "top",
     "verify": "verify",
     "evict": "evict",
     "simulate": "simulate",

@@ -88,7 +88,7 @@ def command(
         raise click.UsageError("--prometheus counts from the beginning; leave --since out.")
     with open_store(store, read_only=True) as opened:
         start = 0.0 if since is None else time.time() - since
-        named = _space(opened, space, salt)
+        named = chosen_space(opened, space, salt)
         if prometheus:
             click.echo(opened.metrics(salt=salt, space=named), nl=False)
             return
@@ -102,7 +102,7 @@ def command(
         emit(as_json, report_data.as_json(report), report_text.text(report, by))
 
 
-def _space(opened: Store, start: str | None, salt: str | None) -> str | None:
+def chosen_space(opened: Store, start: str | None, salt: str | None) -> str | None:
     """The whole id of the space that begins with ``start``, among those of ``salt``."""
     if start is None:
         return None

@@ -104,7 +104,7 @@ def _worst(report: Report) -> str:
         return ""
     rows = [
         (
-            cut(event.request or "–", 13),
+            cut_id(event.request or "–", 13),
             when(event.time, report.until),
             units.count(event.prompt),
             units.count(event.resumed),
@@ -206,6 +206,11 @@ def when(moment: float, now: float) -> str:
 def cut(text: str, width: int) -> str:
     """The beginning of ``text``, in at most ``width`` characters."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def cut_id(request: str, width: int) -> str:
+    """The end of a request id, in at most ``width`` characters: ids often begin alike."""
+    return request if len(request) <= width else f"…{request[len(request) - width + 1 :]}"
 
 
 def shortened_line(text: str) -> str:

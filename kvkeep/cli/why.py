@@ -48,8 +48,8 @@ def command(
     offset, which layers set the limit and by which rule, and what would have helped. Runs no
     model, restores nothing and is not counted in the report. Exits with 3 for a miss.
 
-    REQUEST is an id that `kvkeep report` shows, or the beginning of one. Its text is shown
-    with --model, and with the --salt of its tenant.
+    REQUEST is an id that `kvkeep report` shows, the beginning of one, or with … before it the
+    end. Its text is shown with --model, and with the --salt of its tenant.
 
     \b
     Example:

@@ -49,7 +49,10 @@ class Past:
 
 
 def find(txn: Transaction, request: str, quarantined: Container[int]) -> Past:
-    """The lookup whose request id is ``request``, or begins so. Raises ``NoSuchRequest``."""
+    """The lookup whose request id is ``request``, or begins so; with ``…`` before it, ends so.
+
+    Raises ``NoSuchRequest``.
+    """
     event, snapshots = _events(txn, request)
     identity = known_spaces(txn).get(event.space)
     nodes = {node.id: node for node in browse.nodes(txn, event.space)}
@@ -73,11 +76,13 @@ def find(txn: Transaction, request: str, quarantined: Container[int]) -> Past:
 
 def _events(txn: Transaction, request: str) -> tuple[Event, list[int]]:
     """The last lookup of a request, and the nodes at which it stored something."""
-    wanted = request.rstrip("…")
+    wanted = request.strip("…")
+    ends = request.startswith("…")
     found: dict[str, Event] = {}
     stored: dict[str, list[int]] = {}
     for _, event in read_events(txn):
-        if event.request and event.request.startswith(wanted):
+        named = event.request
+        if named and (named.endswith(wanted) if ends else named.startswith(wanted)):
             if event.what == LOOKUP:
                 found[event.request] = event
             elif event.what == SNAPSHOT and event.node:

@@ -18,6 +18,7 @@ from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore import browse, identity, layout, metrics, recount
 from kvkeep.prefixstore.core import Core
 from kvkeep.prefixstore.event import LONGEST, Event
+from kvkeep.prefixstore.events import read_events
 from kvkeep.prefixstore.evict import Evicted
 from kvkeep.prefixstore.ledger import Ledger, counter, policy_name
 from kvkeep.prefixstore.opening import Marker, find_or_make
@@ -34,7 +35,7 @@ from kvkeep.prefixstore.pins import (
 )
 from kvkeep.prefixstore.recipe import kind_tree
 from kvkeep.prefixstore.repair import repair
-from kvkeep.prefixstore.report import WORST, Filter, Report, build
+from kvkeep.prefixstore.report import WORST, Filter, Report, build, known_spaces
 from kvkeep.prefixstore.room import Room, settle_eviction
 from kvkeep.prefixstore.shelf import mark_of
 from kvkeep.prefixstore.sizes import parse_size
@@ -229,6 +230,30 @@ class Store:
         only = Filter(identity.salt_digest(salt) if salt is not None else None, space)
         with self.env.begin() as txn:
             return metrics.render(metrics.of_store(txn, self.max_bytes, only))
+
+    def events(
+        self,
+        since: float = 0.0,
+        after: bytes = b"",
+        *,
+        salt: str | None = None,
+        space: str | None = None,
+    ) -> tuple[list[Event], bytes]:
+        """Events from ``since`` on, and the key of the last one, to go on ``after`` it."""
+        only = Filter(identity.salt_digest(salt) if salt is not None else None, space)
+        with self.env.begin() as txn:
+            known = known_spaces(txn)
+            found, last = [], after
+            for key, event in read_events(txn, since, after=after):
+                last = key
+                if only.allows(known.get(event.space), event.space.hex()):
+                    found.append(event)
+        return found, last
+
+    def labels(self) -> dict[str, str]:
+        """The models of all spaces as they were named, by hexadecimal id."""
+        with self.env.begin() as txn:
+            return {space.hex(): known.label for space, known in known_spaces(txn).items()}
 
     def past(self, request: str) -> Past:
         """A lookup that is over, by its request id or the beginning of it.

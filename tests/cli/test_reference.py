@@ -88,6 +88,7 @@ def test_json_has_exactly_the_documented_keys(
     past = ask("why", over["request"])
     seen["why"] |= {"request": past["request"], "notes": past["notes"]}
     seen["tree"] = ask("tree")
+    seen["top"] = ask("top")
     conversation = seen["ls"]["conversations"][0]["id"]
     seen["inspect"] = ask("inspect", conversation, "--tokens")
     file = str(tmp_path / "out.safetensors")
