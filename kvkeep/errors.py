@@ -15,6 +15,8 @@
     │   ├── StoreTooNew                  written by a newer kvkeep
     │   ├── StoreReadOnly                no permission to write
     │   ├── StoreClosed                  used after close, or after a fork
+    │   ├── StoreInUse                   another process has it open
+    │   ├── StoreExposed                 others may change what it holds
     │   └── StoreFull                    disk, reserve or budget has no room
     ├── Damaged                      4   stored bytes that are not what was written
     │   └── CorruptFrame                 checksum, length, shape or dtype is wrong
@@ -114,6 +116,21 @@ class StoreClosed(StoreUnusable):
     """The store was closed, or opened in a parent process before a fork."""
 
     remedy = "Open the store again in this process with kvkeep.open(path)."
+
+
+class StoreInUse(StoreUnusable):
+    """What is asked for needs the store to be open nowhere else."""
+
+    remedy = "Stop the processes that use this store, and try again."
+
+
+class StoreExposed(StoreUnusable):
+    """Others than this user may change what the store holds."""
+
+    remedy = (
+        "chmod go-w the folder; or, if everyone who can write there may read and change all "
+        "prompts, pass allow_shared=True or set KVKEEP_ALLOW_SHARED=1."
+    )
 
 
 class StoreFull(StoreUnusable):

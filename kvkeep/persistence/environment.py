@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from kvkeep.errors import Damaged, StoreClosed, StoreReadOnly, StoreUnusable
+from kvkeep.errors import Damaged, StoreClosed, StoreInUse, StoreReadOnly, StoreUnusable
 from kvkeep.persistence.disk import parallel_reads
 from kvkeep.persistence.lmdb_errors import translate, translate_opening, translated
 
@@ -34,6 +35,8 @@ DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
 MAX_READERS = 512
 MAX_DATABASES = 64
+ZEROS = 1 << 20
+COPY = "compact-"
 OPENING_PAGES = 512
 """Pages that are checked before LMDB may look at a file; about 25 microseconds each."""
 
@@ -47,6 +50,9 @@ class Environment:
     ``map_size`` bytes of address space bound the file; the first handle of a process fixes it.
     ``databases`` are made where missing. The folder is made with mode 0700, its files with
     0600, and those of an existing store are tightened where this user owns them.
+
+    With ``shared`` the group may read and write as well: modes 0770 and 0660 for what is made,
+    and nothing is tightened.
 
     ``read_only`` changes nothing. Where not even the lock file may be written it reads without
     locks: then no other process may write at the same time.
@@ -65,13 +71,15 @@ class Environment:
         map_size: int,
         databases: Sequence[str],
         read_only: bool = False,
+        shared: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.read_only = read_only
         self._pid = os.getpid()
         self._closed = False
         try:
-            self._shared = _acquire(self.folder, map_size, databases, read_only)
+            mode = 0o770 if shared else 0o700
+            self._shared = _acquire(self.folder, map_size, databases, read_only, mode)
         except (lmdb.Error, OSError) as error:
             raise translate_opening(error, self.folder) from error
 
@@ -158,6 +166,31 @@ class Environment:
             if found.transaction is not None:
                 break
         return found
+
+    def wipe(self) -> int:
+        """Overwrite with zeros what the file holds beside the committed state; bytes written.
+
+        Deleting only marks pages as free. Pages of states that a reader still holds stay, and
+        so do those that the last two commits freed: LMDB may have to go back to these.
+        Raises ``Damaged`` where the pages are not sound; then nothing was written.
+        """
+        from kvkeep.persistence.pages import unused_spans
+
+        file = self.folder / DATA_FILE
+        with self.begin(write=True), translated(self.folder):
+            env = self._open()
+            env.sync(True)
+            readers = [line.split()[-1] for line in env.readers().splitlines()]
+            held = [int(number) for number in readers if number.isdecimal()]
+            spans = unused_spans(file, min([int(env.info()["last_txnid"]), *held]))
+            fd = os.open(file, os.O_WRONLY)
+            try:
+                for start, length in spans:
+                    _zero(fd, start, length)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        return sum(length for _, length in spans)
 
     def close(self) -> None:
         """Give the handle back; the last one waits for transactions of other threads, and closes.
@@ -289,6 +322,73 @@ class Transaction:
         return txn, db
 
 
+def _zero(fd: int, start: int, length: int) -> None:
+    zeros = memoryview(bytes(min(length, ZEROS)))
+    while length > 0:
+        written = os.pwrite(fd, zeros[:length], start)
+        start, length = start + written, length - written
+
+
+def compact(folder: str | os.PathLike[str], *, wipe: bool = False) -> tuple[int, int]:
+    """Rewrite the data file without its free pages; its bytes before and after.
+
+    ``wipe`` overwrites the old file with zeros before it goes. The disk must have room for
+    what is kept a second time. Raises ``StoreInUse`` where this or another process has the
+    store open, and ``StoreUnusable`` or ``Damaged`` as opening does.
+    """
+    path = Path(folder)
+    with _registry_lock:
+        # First: closing the lock file would take this process's own locks with it.
+        if os.path.realpath(path) in _registry:
+            raise StoreInUse(f"{folder}: open in this process")
+        with translated(path), _alone(path):
+            return _compact(path, wipe)
+
+
+def _compact(folder: Path, wipe: bool) -> tuple[int, int]:
+    old = folder / DATA_FILE
+    _refuse_damage(old)
+    with tempfile.TemporaryDirectory(prefix=COPY, dir=folder) as made:
+        new = Path(made) / DATA_FILE
+        env = lmdb.open(str(folder), readonly=True, create=False, lock=False)
+        try:
+            env.copy(made, compact=True)
+        finally:
+            env.close()
+        new.chmod(old.stat().st_mode & 0o777)
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+        before = old.stat().st_size
+        with old.open("r+b") as file:
+            new.replace(old)
+            _sync_folder(folder)
+            if wipe:
+                _zero(file.fileno(), 0, before)
+                os.fsync(file.fileno())
+        return before, old.stat().st_size
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold LMDB's own lock, alone: whoever opens the store now waits until the block ends."""
+    import fcntl
+
+    with (folder / LOCK_FILE).open("r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except (BlockingIOError, PermissionError) as error:
+            raise StoreInUse(f"{folder}: another process has it open") from error
+        yield
+
+
 def free_bytes(folder: str | os.PathLike[str]) -> int:
     """Bytes that this user may still write to the disk of ``folder``, which need not exist yet."""
     path = Path(folder).absolute()
@@ -375,12 +475,14 @@ _registry: dict[str, _Shared] = {}
 _registry_lock = threading.Lock()
 
 
-def _acquire(folder: Path, map_size: int, names: Sequence[str], read_only: bool) -> _Shared:
+def _acquire(
+    folder: Path, map_size: int, names: Sequence[str], read_only: bool, mode: int
+) -> _Shared:
     key = os.path.realpath(folder)
     with _registry_lock:
         shared = _registry.get(key)
         if shared is None:
-            shared = _Shared(_open_lmdb(key, map_size, read_only), read_only)
+            shared = _Shared(_open_lmdb(key, map_size, read_only, mode), read_only)
         elif shared.read_only and not read_only:
             raise StoreUnusable(
                 f"{folder}: open for reading only in this process",
@@ -411,13 +513,13 @@ def _release(shared: _Shared) -> None:
             shared.close()
 
 
-def _open_lmdb(folder: str, map_size: int, read_only: bool) -> lmdb.Environment:
+def _open_lmdb(folder: str, map_size: int, read_only: bool, mode: int) -> lmdb.Environment:
     options: dict[str, Any] = {
         "map_size": map_size,
         "max_dbs": MAX_DATABASES,
         "max_readers": MAX_READERS,
         "metasync": False,
-        "mode": 0o700,
+        "mode": mode,
     }
     file = Path(folder) / DATA_FILE
     if read_only:
@@ -429,9 +531,13 @@ def _open_lmdb(folder: str, map_size: int, read_only: bool) -> lmdb.Environment:
         except lmdb.ReadonlyError:
             return lmdb.open(folder, readonly=True, create=False, lock=False, **options)
     else:
-        os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
+        os.makedirs(folder, mode=mode, exist_ok=True)  # noqa: PTH103
         env = lmdb.open(folder, **options)
-        _tighten(Path(folder))
+        if mode == 0o700:
+            _tighten(Path(folder))
+        # Nobody compacts while this process has the store open.
+        for left in Path(folder).glob(f"{COPY}*"):
+            shutil.rmtree(left, ignore_errors=True)
     env.reader_check()
     if short and not read_only:
         _lengthen(env, file)

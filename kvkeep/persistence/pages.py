@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvkeep.errors import Damaged
+
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -133,6 +135,30 @@ def _check(fd: int, most: int | None, deep: bool, held: int | None = None) -> Pa
     return found
 
 
+def unused_spans(file: Path, before: int) -> list[tuple[int, int]]:
+    """Offset and length of all bytes that the newest state and its readers do not need.
+
+    Pages that were freed by transactions before ``before``, what was never in use, and the
+    room between the pointers and the nodes of every page. Nobody may write meanwhile. Empty
+    where the file cannot be judged; raises ``Damaged`` where it is not sound.
+    """
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        meta = _newest(fd)
+        if meta is None:
+            return []
+        size = os.fstat(fd).st_size
+        walk = _Walk(fd, meta, size, deep=True)
+        while walk.waiting:
+            walk.step()
+        walk.check_extents()
+        return walk.unused(before)
+    except _Fault as fault:
+        raise Damaged(f"{file}: {fault}") from fault
+    finally:
+        os.close(fd)
+
+
 class _Fault(Exception):
     """Something is not as LMDB writes it."""
 
@@ -188,7 +214,8 @@ class _Walk:
         self.pages = 0
         self.waiting: deque[_Job] = deque()
         self._used: list[tuple[int, int]] = [(0, 2)]
-        self._free: list[Array] = []
+        self._free: list[tuple[int, Array]] = []
+        self._gaps: list[tuple[int, int]] = []
         self._add(meta.main, "main", holds_trees=True)
         self._add(meta.free, FREE)
 
@@ -224,12 +251,38 @@ class _Walk:
     def check_extents(self) -> None:
         """No page is used twice, and none is free that is used."""
         used = np.array(self._used, np.int64)
-        free = np.concatenate([*self._free, np.empty(0, np.int64)])
+        free = np.concatenate([*(pages for _, pages in self._free), np.empty(0, np.int64)])
         spans = np.concatenate([used, np.stack([free, np.ones_like(free)], 1)])
         spans = spans[np.argsort(spans[:, 0], kind="stable")]
         twice = np.flatnonzero(spans[1:, 0] < spans[:-1].sum(1))
         if len(twice):
             raise _Fault(f"page {spans[twice[0] + 1, 0]} is used twice, or used and free")
+
+    def unused(self, before: int) -> list[tuple[int, int]]:
+        """See ``unused_spans``. The whole tree was walked."""
+        psize, end = self._meta.psize, self._size
+        kept = np.zeros(self._meta.last + 1, bool)
+        for first, pages in self._used:
+            kept[first : first + pages] = True
+        for transaction, freed in self._free:
+            if transaction >= before:
+                kept[freed] = True
+                self._gaps += [gap for page in freed.tolist() if (gap := self._gap(page))]
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], kept, [True]])))
+        runs = [(a * psize, min(b * psize, end)) for a, b in edges.reshape(-1, 2).tolist()]
+        runs.append(((self._meta.last + 1) * psize, end))
+        return [*self._gaps, *((a, b - a) for a, b in runs if a < b)]
+
+    def _gap(self, page: int) -> tuple[int, int] | None:
+        """The room in a page that belongs to an older state, where it is one of a tree."""
+        start = page * self._meta.psize
+        head = os.pread(self._fd, HEADER, start)
+        if len(head) < HEADER:
+            return None
+        number, _, kind, lower, upper = _HEADER.unpack(head)
+        if number != page or kind not in (BRANCH, LEAF) or not HEADER <= lower <= upper:
+            return None
+        return (start + lower, upper - lower) if upper <= self._meta.psize else None
 
     def _add(self, record: bytes, name: str, holds_trees: bool = False) -> None:
         _, flags, depth, *_, root = _TREE.unpack(record)
@@ -257,6 +310,8 @@ class _Walk:
         least = 2 if job.depth > 1 else 1
         if lower % 2 or count < least or not lower <= upper <= len(page):
             raise self._fault(job, "has bounds that cannot be")
+        if self._deep:
+            self._gaps.append((job.page * len(page) + lower, upper - lower))
         places = words[HEADER // 2 : lower // 2].astype(np.int64)
         if places.min() < upper or places.max() > len(page) - NODE or (places & 1).any():
             raise self._fault(job, "has a pointer that leads nowhere")
@@ -272,19 +327,27 @@ class _Walk:
         for at, size in zip(values[big].tolist(), sizes[big].tolist(), strict=True):
             first = int.from_bytes(page[at : at + 8], "little")
             pages = (HEADER - 1 + size) // self._meta.psize + 1
-            self._value(job, first, pages)
-            if self._deep and job.name == FREE:
-                data = os.pread(self._fd, size, first * self._meta.psize + HEADER)
-                self._free_list(job, data)
+            self._value(job, first, pages, size)
         for at, size in zip(values[trees].tolist(), sizes[trees].tolist(), strict=True):
             if size != _TREE.size:
                 raise self._fault(job, "holds a tree of another size")
             self._add(page[at : at + size], "a database")
         if self._deep and job.name == FREE:
-            for at, size in zip(values[~big].tolist(), sizes[~big].tolist(), strict=True):
-                self._free_list(job, page[at : at + size])
+            self._free_lists(job, page, values, sizes, big)
 
-    def _value(self, job: _Job, first: int, pages: int) -> None:
+    def _free_lists(self, job: _Job, page: bytes, values: Array, sizes: Array, big: Array) -> None:
+        """What each transaction freed; its number is the key, right before the value."""
+        psize = self._meta.psize
+        rows = zip(values.tolist(), sizes.tolist(), big.tolist(), strict=True)
+        for at, size, elsewhere in rows:
+            data = page[at : at + size]
+            if elsewhere:
+                first = int.from_bytes(page[at : at + 8], "little")
+                data = os.pread(self._fd, size, first * psize + HEADER)
+            freed_by = int.from_bytes(page[at - 8 : at], "little")
+            self._free.append((freed_by, self._free_list(job, data)))
+
+    def _value(self, job: _Job, first: int, pages: int, size: int) -> None:
         """A value with pages of its own, which may be more than it needs by now."""
         if not self._deep:
             self._span(job, first, pages)
@@ -298,8 +361,10 @@ class _Walk:
             raise self._fault(job, f"refers to page {first}, which holds no such value")
         self._used.pop()
         self._span(job, first, count)
+        start, psize = first * self._meta.psize, self._meta.psize
+        self._gaps.append((start + HEADER + size, count * psize - HEADER - size))
 
-    def _free_list(self, job: _Job, data: bytes) -> None:
+    def _free_list(self, job: _Job, data: bytes) -> Array:
         numbers = np.frombuffer(data[: len(data) // 8 * 8], "<u8").astype(np.int64)
         count = int(numbers[0]) if len(numbers) else -1
         if not 0 <= count < len(numbers):
@@ -307,7 +372,7 @@ class _Walk:
         free = numbers[1 : count + 1]
         if count and not 2 <= free.min() <= free.max() <= self._meta.last:
             raise self._fault(job, "lists free pages that are not there")
-        self._free.append(free)
+        return free
 
     def _span(self, job: _Job, first: int, pages: int) -> None:
         """Note pages as used, where the file has them."""
