@@ -26,6 +26,7 @@ COMMANDS = {
     "top": "top",
     "verify": "verify",
     "evict": "evict",
+    "purge": "purge",
     "simulate": "simulate",
     "import": "import_",
     "export": "export",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgpack
 
@@ -33,7 +33,6 @@ class Core:
     quarantine: Quarantine
     writer: Writer
     events: EventLog
-    _known: set[bytes] = field(default_factory=set)
 
     @staticmethod
     def start(env: Environment, limits: Limits) -> Core:
@@ -45,14 +44,14 @@ class Core:
     def register(self, found: Identity) -> None:
         """Write down a space that something is about to be stored in."""
         self.check_writable()
-        if found.id in self._known:
-            return
+        with self.env.begin() as txn:
+            if txn.get("spaces", found.id) is not None:
+                return
         record = {"fields": found.fields, "label": found.label, "created": time.time()}
         with self.env.begin(write=True) as txn:
             known = txn.get("spaces", found.id)
             if known is None or space_fault(found.id, known):
                 txn.put("spaces", found.id, msgpack.packb(record))
-        self._known.add(found.id)
 
     def limit(self, identity: Identity, ttl: float | None, quota: float | str | None) -> None:
         """Write down the time to live of a space, and the quota of its tenant."""

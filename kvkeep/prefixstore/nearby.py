@@ -1,7 +1,7 @@
 """Why a space holds nothing of a prompt: the field by which another space differs.
 
-Looks only at spaces under the same salt; of other tenants it says no more than that the salt
-differs, and never whether they stored this prompt.
+Looks only at spaces under the same salt: of other tenants it says nothing, not even that they
+are there.
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ TELLING = 16
 def changed_field(txn: Transaction, identity: Identity, tokens: Tokens) -> str:
     """The fields, comma separated, by which the nearest other space differs; or nothing."""
     matching: list[tuple[int, tuple[str, ...]]] = []
-    salted = ""
     for other in stored_spaces(txn):
         fields = identity.differences(other)
-        if not fields:
+        if not fields or identity.salt != other.salt:
             continue
-        if fields == ("salt",):
-            salted = "salt"
-        if identity.salt == other.salt:
-            matched = walk(txn, other.id, tokens).matched
-            if matched >= min(TELLING, len(tokens) - 1):
-                matching.append((matched, fields))
-    if matching:
-        return ",".join(min(matching, key=lambda found: (len(found[1]), -found[0]))[1])
-    return salted
+        matched = walk(txn, other.id, tokens).matched
+        if matched >= min(TELLING, len(tokens) - 1):
+            matching.append((matched, fields))
+    if not matching:
+        return ""
+    return ",".join(min(matching, key=lambda found: (len(found[1]), -found[0]))[1])
 
 
 def stored_spaces(txn: Transaction) -> Iterator[Identity]:

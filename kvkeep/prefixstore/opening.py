@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import KvkeepError, NotAStore, StoreReadOnly, StoreTooNew
+from kvkeep.errors import KvkeepError, NotAStore, StoreExposed, StoreReadOnly, StoreTooNew
 from kvkeep.persistence.lmdb_errors import translate_opening
 from kvkeep.prefixstore.layout import FORMAT
 
@@ -35,13 +36,21 @@ class Marker:
             )
 
 
-def find_or_make(folder: Path, budget: int | None, *, read_only: bool) -> Marker:
+def find_or_make(
+    folder: Path, budget: int | None, *, read_only: bool, shared: bool = False
+) -> Marker:
     """The marker of the store in ``folder``; a new or empty folder becomes one.
 
-    Raises ``NotAStore``, ``StoreTooNew`` or ``StoreReadOnly``; nothing half-made is left.
+    Unless it is ``shared``, refuses a folder of another user, and a store that others may
+    write: who can change it decides what a model is told. An empty folder of this user is
+    simply closed to others, and one above it that all may write, such as ``/tmp``, is fine.
+    Raises ``NotAStore``, ``StoreTooNew``, ``StoreReadOnly`` or ``StoreExposed``;
+    nothing half-made is left.
     """
     file = folder / MARKER
     try:
+        if not shared and folder.exists():
+            _refuse_exposed(folder)
         if file.exists():
             return _read(file)
         if folder.exists() and not folder.is_dir():
@@ -52,12 +61,21 @@ def find_or_make(folder: Path, budget: int | None, *, read_only: bool) -> Marker
             raise NotAStore(f"{folder} holds other files and no {MARKER}")
         if read_only:
             raise NotAStore(f"{folder} holds no store")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _make(file, budget)
+        folder.mkdir(mode=0o770 if shared else 0o700, parents=True, exist_ok=True)
+        return _make(file, budget, 0o660 if shared else 0o600)
     except PermissionError as error:
         raise StoreReadOnly(f"{error.filename} cannot be used: {error.strerror}") from error
     except OSError as error:
         raise translate_opening(error, folder) from error
+
+
+def _refuse_exposed(folder: Path) -> None:
+    status = folder.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        raise StoreExposed(f"{folder} belongs to user {status.st_uid}")
+    if status.st_mode & 0o022 and (folder / MARKER).exists():
+        mode = stat.S_IMODE(status.st_mode)
+        raise StoreExposed(f"Others may write {folder} (mode {mode:04o})")
 
 
 def _read(file: Path) -> Marker:
@@ -76,7 +94,7 @@ def _read(file: Path) -> Marker:
     return marker
 
 
-def _make(file: Path, budget: int | None) -> Marker:
+def _make(file: Path, budget: int | None, mode: int) -> Marker:
     if budget is None:
         disk = os.statvfs(file.parent)
         budget = min(DEFAULT_BUDGET, disk.f_bavail * disk.f_frsize // 2)
@@ -84,7 +102,7 @@ def _make(file: Path, budget: int | None) -> Marker:
     fields: dict[str, Any] = {"kvkeep": FORMAT, **vars(marker)}
     made = file.with_name(UNFINISHED.replace("*", str(os.getpid())))
     made.write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
-    made.chmod(0o600)
+    made.chmod(mode)
     try:
         os.link(made, file)
     except FileExistsError:

@@ -142,7 +142,12 @@ class Space:
         return receipt
 
     def resume(
-        self, tokens: Any, minimum: int = 1, request: str | None = None, held: int = 0
+        self,
+        tokens: Any,
+        minimum: int = 1,
+        request: str | None = None,
+        held: int = 0,
+        record: bool = True,
     ) -> Hit:
         """The longest stored prefix of ``tokens`` that can really be resumed, rebuilt.
 
@@ -152,13 +157,16 @@ class Space:
 
         ``held`` tokens are what the caller can resume from its own memory. Nothing is rebuilt
         that does not reach further; the hit then has no caches, and counts as one of ``held``.
+
+        With ``record=False`` nothing is written down: no event, and not that something was used.
         """
         ids = as_tokens(tokens)
         named = request_id(request) or os.urandom(6).hex()
         started = time.perf_counter()
         found = self._find(ids, minimum, held)
         tier = MEMORY if found.rebuilt is None else STORE
-        self._count(LOOKUP, found, ids, started, named, tier)
+        if record:
+            self._count(LOOKUP, found, ids, started, named, tier)
         offset, rest = found.decision.offset, ids[found.decision.offset :].tolist()
         if found.rebuilt is None:
             return Hit(None, offset, rest, found.decision, request=named)
@@ -166,7 +174,7 @@ class Space:
         if self.draft is not None:
             started = time.perf_counter()
             drafted = self.draft._find(ids[: offset + 1], 1, 0)
-            if drafted.rebuilt is not None:
+            if drafted.rebuilt is not None and record:
                 self.draft._count(RESTORE, drafted, ids[: offset + 1], started, named)
         return Hit(
             found.rebuilt.caches,

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ from kvkeep.prefixstore.pins import (
     protected,
     remove_pin,
 )
+from kvkeep.prefixstore.purge import (
+    Purged,
+    purge_conversation,
+    purge_spaces,
+    purge_tenant,
+    wipe,
+)
 from kvkeep.prefixstore.recipe import kind_tree
 from kvkeep.prefixstore.repair import repair
 from kvkeep.prefixstore.report import WORST, Filter, Report, build, known_spaces
@@ -45,6 +53,8 @@ from kvkeep.prefixstore.tree import Branch, branches
 from kvkeep.prefixstore.trie import walk
 from kvkeep.prefixstore.writer import Limits, free_orphans
 
+ALLOW_SHARED = "KVKEEP_ALLOW_SHARED"
+
 
 def open_store(
     path: str | os.PathLike[str],
@@ -55,6 +65,7 @@ def open_store(
     event_tokens: int = 0,
     eviction: str | None = None,
     state_share: float | None = None,
+    allow_shared: bool | None = None,
 ) -> Store:
     """Open the store in folder ``path``, or make one there.
 
@@ -69,16 +80,25 @@ def open_store(
     Events hold no text and no tokens. With ``event_tokens`` a lookup keeps so many token ids,
     at most 64, from where its prompt left what is stored, for ``kvkeep why REQUEST`` to show.
 
+    A folder that other users own or may write is refused, unless ``allow_shared`` says that
+    everyone who can write there may read and change all prompts. Without it the environment
+    variable ``KVKEEP_ALLOW_SHARED=1`` says so. A shared store is made for the group (0770).
+
     Raises ``StoreUnusable`` (``NotAStore``, ``StoreTooNew``, ``StoreReadOnly`` …).
     """
     folder = Path(path).expanduser()
+    shared = os.environ.get(ALLOW_SHARED) == "1" if allow_shared is None else allow_shared
     budget = parse_size(max_bytes) if max_bytes is not None else None
     reserve = parse_size(disk_reserve)
-    marker = find_or_make(folder, budget, read_only=read_only)
+    marker = find_or_make(folder, budget, read_only=read_only, shared=shared)
     if budget is not None:
         marker.check(budget)
     env = Environment(
-        folder, map_size=marker.map_bytes, databases=layout.DATABASES, read_only=read_only
+        folder,
+        map_size=marker.map_bytes,
+        databases=layout.DATABASES,
+        read_only=read_only,
+        shared=shared,
     )
     try:
         budget = _settle_budget(env, budget, marker)
@@ -361,6 +381,39 @@ class Store:
         """The name of the eviction policy in force."""
         with self.env.begin() as txn:
             return policy_name(txn)
+
+    def purge(
+        self,
+        *,
+        space: Space | str | None = None,
+        salt: str | None = None,
+        conversation: str | None = None,
+    ) -> Purged:
+        """Remove a space, all spaces of a ``salt``, or a ``conversation`` by its id, so that
+        nothing in the folder tells of it: rows, states, tokens, events and totals go, and
+        their bytes in the data file are overwritten with zeros.
+
+        Of a conversation only what no other one shares goes. ``space`` may be a hexadecimal id;
+        an empty ``salt`` means the spaces without one. Name exactly one of the three.
+
+        File systems that copy on write, flash memory, backups and swap may keep older bytes;
+        and a page that a reader of another process still holds is left to the next purge.
+        """
+        self._core.check_writable()
+        if [space, salt, conversation].count(None) != 2:
+            raise KvkeepError("Name exactly one of space, salt and conversation to purge")
+        self.flush()
+        if conversation is not None:
+            gone = purge_conversation(self.env, int(conversation, 16))
+        elif space is not None:
+            wanted = space.id if isinstance(space, Space) else bytes.fromhex(space)
+            gone = purge_spaces(self.env, [wanted])
+        else:
+            digest = identity.salt_digest(salt or "")
+            with self.env.begin() as txn:
+                found = [key for key, known in known_spaces(txn).items() if known.salt == digest]
+            gone = purge_tenant(self.env, digest, found)
+        return replace(gone, wiped=wipe(self.env))
 
     @property
     def used_bytes(self) -> int:

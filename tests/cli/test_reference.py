@@ -98,6 +98,7 @@ def test_json_has_exactly_the_documented_keys(
     seen["verify"] = ask("verify", code=4)
     store.chmod(0o755)
     seen["doctor"] = ask("doctor")
+    seen["purge"] = ask("purge", "--conversation", conversation, "--yes", "--compact")
 
     seen["simulate"] = asked(str(TRACES / "hashed.jsonl"), "--budget", "24blocks")
 

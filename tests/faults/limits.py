@@ -216,9 +216,9 @@ def read_only(folder: Path) -> None:
             assert not receipt.stored, receipt
     finally:
         os.seteuid(os.getuid())
-        folder.chmod(0o700)
-        for file in folder.iterdir():
-            file.chmod(0o600)
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, os.getuid(), -1)
+            path.chmod(0o700 if path == folder else 0o600)
     shop.store = kvkeep.open(folder, disk_reserve=1)
     shop.space = shop.store.space(identity={"rows": KIND}, layout=caches(KIND, ()))
     shop.stores_again()

@@ -191,9 +191,12 @@ def _nested_recipe() -> Recipe:
 def _small_records(data: bytes) -> None:
     for unpack in (Event.unpack, Totals.unpack, Rate.unpack, writer._read_pending):
         unpack(data)
-    for number in (layout.from_u64, layout.from_pair, layout.from_use_record, layout.from_lru_key):
+    for read in (layout.from_u64, layout.from_pair, layout.from_use_record):
         with suppress(CorruptFrame):
-            number(data)
+            read(data)
+    for read_key in (layout.from_rank_key, layout.from_age_key):
+        with suppress(CorruptFrame):
+            read_key(data)
     Identity.unpack(data)
 
 
