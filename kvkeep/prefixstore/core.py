@@ -39,7 +39,9 @@ class Core:
         """The parts of a store on ``env``."""
         quarantine = Quarantine(env)
         writer = Writer(env, limits, quarantine)
-        return Core(env, quarantine, writer, EventLog(env, writer.call, writer.later))
+        events = EventLog(env, writer.call, writer.later)
+        writer.settle_uses = events.touch
+        return Core(env, quarantine, writer, events)
 
     def register(self, found: Identity) -> None:
         """Write down a space that something is about to be stored in."""

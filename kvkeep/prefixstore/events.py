@@ -119,7 +119,10 @@ class EventLog:
             return
         try:
             with self._env.begin(write=True) as txn:
-                _touch(txn, used)
+                if used:
+                    ledger = Ledger(txn)
+                    _touch(ledger, used)
+                    ledger.settle()
                 append(txn, events)
                 self._keep(txn, {event.space for event in events})
                 if self._lost:
@@ -128,6 +131,12 @@ class EventLog:
         except KvkeepError as error:
             self._lost += len(events)
             log.warning("kvkeep: %d events were not written: %s", len(events), error.problem)
+
+    def touch(self, ledger: Ledger) -> None:
+        """Mark what lookups used as used now: before something is chosen to be evicted."""
+        with self._lock:
+            used, self._used = self._used, {}
+        _touch(ledger, used)
 
     def _rate(self, space: bytes) -> Rate:
         found = self._rates.get(space)
@@ -309,16 +318,15 @@ def _nanoseconds(seconds: float) -> int:
     return min(max(int(seconds * 1e9), 0), (1 << 63) - 1)
 
 
-def _touch(txn: Transaction, used: dict[Used, tuple[int, int]]) -> None:
+def _touch(ledger: Ledger, used: dict[Used, tuple[int, int]]) -> None:
     """Mark the nodes of each path that are still there, and the state, as used."""
-    ledger = Ledger(txn)
+    txn = ledger.txn
     for (keys, state), (when, hits) in used.items():
         deepest = next((key for key in reversed(keys) if txn.get("nodes", key) is not None), None)
         if deepest is not None:
             ledger.touch(_whole_path(txn, deepest), when, hits=hits)
         if state:
             ledger.states.use(state, when)
-    ledger.settle()
 
 
 def _whole_path(txn: Transaction, key: bytes) -> list[Node]:

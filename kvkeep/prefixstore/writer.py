@@ -66,6 +66,8 @@ class Writer:
         self._room = threading.Condition()
         self._thread: threading.Thread | None = None
         self._later: tuple[float, Task] | None = None
+        self.settle_uses: Callable[[Ledger], None] = lambda _: None
+        """Marks what was used and is not yet written down so, before room is made."""
         self._seal = ThreadPoolExecutor(2, "kvkeep-seal")
 
     def queued(self, space: bytes) -> list[Prepared]:
@@ -251,6 +253,8 @@ class Writer:
         txn, snapshot = ledger.txn, prepared.snapshot
         path = walk(txn, snapshot.space, snapshot.tokens)
         room = Room(ledger, budget_of(txn, self._limits.max_bytes) - _reserved(txn))
+        if ledger.used + more > room.budget:
+            self.settle_uses(ledger)
         room.spare = {node.id for node in path.nodes}
         room.last = set(_last_state(path, snapshot))
         over = room.make(snapshot.space, more, more_state)
