@@ -105,13 +105,19 @@ class Environment:
         """A transaction, committed at the end of the block, undone if the block raises.
 
         Waits for other writers. A thread may hold one write transaction, and must end it itself.
-        Raises ``StoreClosed``, ``StoreReadOnly``, ``StoreFull`` or another ``StoreUnusable``.
+        Raises ``StoreClosed``, ``StoreReadOnly``, ``StoreFull`` or another ``StoreUnusable``,
+        among others for writing to a file that was removed meanwhile.
         """
         if write and self.read_only:
             raise StoreReadOnly(f"{self.folder}: opened for reading only")
         self._open()
         with self._shared.used(write):
             env = self._open()
+            if write and self._shared.file != _identity(self.folder / DATA_FILE):
+                raise StoreUnusable(
+                    f"{self.folder}: the store was removed or replaced while it was open",
+                    remedy="Close it and open it again.",
+                )
             try:
                 if write:
                     # A killed reader's slot would keep every page from being used again.
@@ -404,8 +410,9 @@ _NOTHING = memoryview(b"")
 class _Shared:
     """One open environment of this process, and who uses it."""
 
-    def __init__(self, env: lmdb.Environment, read_only: bool) -> None:
+    def __init__(self, env: lmdb.Environment, read_only: bool, file: tuple[int, int]) -> None:
         self.env: lmdb.Environment | None = env
+        self.file = file
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
         self.handles = 0
@@ -481,8 +488,11 @@ def _acquire(
     key = os.path.realpath(folder)
     with _registry_lock:
         shared = _registry.get(key)
+        if shared is not None and shared.file != _identity(folder / DATA_FILE):
+            shared = None  # that file was removed; those who have it open keep it
         if shared is None:
-            shared = _Shared(_open_lmdb(key, map_size, read_only, mode), read_only)
+            env = _open_lmdb(key, map_size, read_only, mode)
+            shared = _Shared(env, read_only, _identity(folder / DATA_FILE))
         elif shared.read_only and not read_only:
             raise StoreUnusable(
                 f"{folder}: open for reading only in this process",
@@ -497,6 +507,15 @@ def _acquire(
         shared.handles += 1
         _registry[key] = shared
         return shared
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    """What tells a file from another one of the same name; zeros for none."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return status.st_dev, status.st_ino
 
 
 def _release(shared: _Shared) -> None:

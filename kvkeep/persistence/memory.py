@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from kvkeep.errors import StoreClosed
 from kvkeep.persistence.tensors import SAFETENSORS_DTYPES, TensorSpec
 
 if TYPE_CHECKING:
@@ -28,13 +30,31 @@ if TYPE_CHECKING:
 
 HUGE_PAGE = 1 << 21
 
+_mlx = {"used": False, "lost": False}
+"""Whether MLX's threads run in this process, and whether they ran in the one it was forked from."""
+
+
+def need_mlx() -> None:
+    """Raise ``StoreClosed`` in a child of a process that used MLX: there it waits for ever."""
+    if _mlx["lost"]:
+        raise StoreClosed(
+            "MLX was in use when this process was forked, and does not work in it",
+            remedy="Start workers with the spawn method, or fork before MLX is used.",
+        )
+    _mlx["used"] = True
+
+
+os.register_at_fork(after_in_child=lambda: _mlx.update(lost=_mlx["used"]))
+
 
 def host(array: mx.array) -> Host:
     """A read-only numpy view of an evaluated ``array``, without a copy; bfloat16 as uint16.
 
     Drop it at once: while it is held, MLX copies the whole buffer at the next in-place update.
-    An array that is not evaluated is, so call this on the thread that owns its stream.
+    An array that is not evaluated is, so call this on the thread that owns its stream. Raises
+    ``StoreClosed`` where MLX cannot work, see ``need_mlx``.
     """
+    need_mlx()
     view = _view(array)
     view.flags.writeable = False
     return view
@@ -45,10 +65,11 @@ class Slab:
 
     ``views`` maps names to writable numpy arrays in the host dtype and the tensor's shape,
     with undefined contents. Any thread may fill them. Make the slab and call ``take`` on the
-    thread that will use the arrays. Raises ``MemoryError``.
+    thread that will use the arrays. Raises ``MemoryError``, or ``StoreClosed`` as ``host``.
     """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        need_mlx()
         self._specs = {spec.name: spec for spec in specs}
         if len(self._specs) != len(specs):
             raise ValueError("Two tensors of a slab have the same name")

@@ -16,7 +16,7 @@ from kvkeep.codecs.base import Description, State, dtype_name
 from kvkeep.errors import EmptyCache, OffsetMismatch
 from kvkeep.persistence.environment import Transaction
 from kvkeep.persistence.frame import Draft
-from kvkeep.persistence.memory import host
+from kvkeep.persistence.memory import host, need_mlx
 from kvkeep.persistence.tensors import TensorSpec
 from kvkeep.prefixstore.publish import Snapshot
 from kvkeep.prefixstore.ranges import (
@@ -87,8 +87,9 @@ def prepare(
     """Describe ``caches``, find the rows that nobody stored before, and copy those out.
 
     ``queued`` snapshots of the same space count as stored. Raises ``Refused`` before
-    anything is copied.
+    anything is copied, and ``StoreClosed`` where MLX does not work after a fork.
     """
+    need_mlx()
     live = read_caches(caches, len(tokens))
     offset = min(live.offset, len(tokens))
     if offset == 0:
