@@ -13,12 +13,11 @@ from kvkeep.cli.report_data import event_json, numbers
 from kvkeep.cli.report_text import cut, cut_id
 from kvkeep.cli.tables import columns, shortened
 from kvkeep.cli.units import count, duration, magnitude, share
-from kvkeep.prefixstore.event import LOOKUP
 from kvkeep.prefixstore.sizes import format_size
-from kvkeep.prefixstore.totals import Totals
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.event import Event
+    from kvkeep.prefixstore.totals import Totals
 
 WINDOWS = {60: "last minute", 300: "last 5 min", 3600: "last hour"}
 STEP = 5
@@ -37,6 +36,9 @@ class Live:
 
     def add(self, events: Sequence[Event], now: float) -> None:
         """Count new events, and forget what is older than the longest window."""
+        from kvkeep.prefixstore.event import LOOKUP
+        from kvkeep.prefixstore.totals import Totals
+
         oldest = _step(now) - max(WINDOWS) // STEP
         for event in events:
             step = min(_step(event.time), _step(now))
@@ -53,6 +55,8 @@ class Live:
 
     def window(self, seconds: int, now: float) -> Totals:
         """Everything of the last ``seconds``, and of the step that has just begun."""
+        from kvkeep.prefixstore.totals import Totals
+
         total = Totals()
         for step, part in self._steps.items():
             if step >= _step(now) - seconds // STEP:

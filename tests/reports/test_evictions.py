@@ -47,3 +47,15 @@ def test_making_room_is_counted(tmp_path: Path) -> None:
     assert len(events) > 1
     assert {e.reason for e in events} == {"budget"}
     assert all(e.nodes and e.known and e.nbytes for e in events)
+
+
+def test_what_was_evicted_and_then_wanted_is_a_regret(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store:
+        space = space_of(store)
+        keep(space, "plain", tokens_of(0, 200))
+        store.flush()
+        store.evict(to=0)
+        assert space.resume(tokens_of(0, 240)).decision.reason == "evicted"
+        space.resume(list(range(900, 950)))
+        total = store.report().total
+    assert (total.lookups, total.regrets, total.regret_tokens) == (2, 1, 240)

@@ -119,11 +119,15 @@ def settle(server: Server) -> None:
 
 
 class Reply:
-    """What a request gave: text, tokens resumed and in all, and the header's fields."""
+    """What a request gave: text, tokens resumed and in all, and the header's fields.
+
+    ``first`` is the seconds to the first piece of a streamed answer.
+    """
 
     def __init__(self, text: str, usage: Any, header: str, logprobs: Any = None) -> None:
         self.text = text
         self.logprobs = [part["logprob"] for part in logprobs or []]
+        self.first = 0.0
         self.prompt = usage.prompt_tokens
         self.cached = usage.prompt_tokens_details.cached_tokens
         fields = dict(part.split("=") for part in header.split("; ")) if header else {}
@@ -150,17 +154,21 @@ def _reply(resource: Any, stream: bool, **options: Any) -> Reply:
     options = {"model": "default_model", "max_tokens": 8, **options}
     if stream:
         options |= {"stream": True, "stream_options": {"include_usage": True}}
+    started = time.perf_counter()
     raw = resource.with_raw_response.create(**options)
     answer, header = raw.parse(), raw.headers.get("X-Kvkeep", "")
     if not stream:
         found = answer.choices[0].logprobs
         scored = found.content if found is not None else None
         return Reply(_said(answer.choices[0]), answer.usage, header, scored)
-    parts, usage = [], None
+    parts, usage, first = [], None, 0.0
     for piece in answer:
+        first = first or time.perf_counter() - started
         usage = piece.usage or usage
         parts += [_said(choice) for choice in piece.choices]
-    return Reply("".join(parts), usage, header)
+    reply = Reply("".join(parts), usage, header)
+    reply.first = first
+    return reply
 
 
 def _said(choice: Any) -> str:
