@@ -47,7 +47,8 @@ class Core:
         """Write down a space that something is about to be stored in."""
         self.check_writable()
         with self.env.begin() as txn:
-            if txn.get("spaces", found.id) is not None:
+            known = txn.get("spaces", found.id)
+            if known is not None and not space_fault(found.id, known):
                 return
         record = {"fields": found.fields, "label": found.label, "created": time.time()}
         with self.env.begin(write=True) as txn:
