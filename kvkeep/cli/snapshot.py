@@ -103,7 +103,7 @@ def command(
 
 def take(space: Space, loaded: Loaded, choice: Choice, tokens: list[int]) -> Outcome:
     """Bring all but the last of ``tokens`` into the store, reading only what it lacks."""
-    from kvkeep.hooks.interval_points import IntervalPoints
+    from kvkeep.hooks.interval_points import IntervalPoints, junction_of
     from kvkeep.hooks.prefill import prefill
 
     prefix = tokens[:-1]
@@ -112,9 +112,11 @@ def take(space: Space, loaded: Loaded, choice: Choice, tokens: list[int]) -> Out
     todo = prefix[hit.offset :]
     started = time.perf_counter()
     with progress(f"Reading {count(len(todo))} tokens", lambda rate: f"{rate:,.0f} tok/s") as bar:
-        points = IntervalPoints(space, prefix, caches, hit.offset, bar)
-        step = choice.prefill_step
-        prefill(loaded.model, todo, caches, step=step, progress=points, **choice.quantization)
+        junction = None if choice.exact else junction_of(hit.decision, tokens)
+        cuts = [junction - hit.offset] if junction is not None else []
+        points = IntervalPoints(space, prefix, caches, hit.offset, bar, junction)
+        step, quantization = choice.prefill_step, choice.quantization
+        prefill(loaded.model, todo, caches, step=step, progress=points, cuts=cuts, **quantization)
     read = time.perf_counter()
     end = len(prefix) // step * step if choice.exact else len(prefix)
     receipts = [*points.receipts, (end, space.snapshot(prefix, caches, request=hit.request))]

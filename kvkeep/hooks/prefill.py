@@ -24,6 +24,7 @@ def prefill(
     kv_group_size: int = 64,
     quantized_kv_start: int = 0,
     progress: Progress | None = None,
+    cuts: Sequence[int] = (),
 ) -> None:
     """Run ``model`` over all of ``tokens``, so that ``caches`` cover them.
 
@@ -35,6 +36,10 @@ def prefill(
     tokens done and tokens in all, once before the first chunk and after each; ``caches`` are
     evaluated then and may be stored. A cache that is empty at first is marked as one whose
     whole history is known.
+
+    ``cuts`` are numbers of tokens done at which a chunk is read in two parts, so that ``progress``
+    is called there as well. Rows behind a cut have other low bits than those of an uncut chunk,
+    as with any other chunks. Conversions stay where they were: at the end of the whole chunk.
 
     Raises ``ValueError`` for a ``step`` below 1 and ``Refused`` for a cache that mlx-lm
     cannot quantize.
@@ -51,10 +56,12 @@ def prefill(
         if progress is not None:
             progress(0, total)
         while done < total:
-            chunk = mx.array(list(tokens[done : done + step]))
+            end = min(done // step * step + step, total)
+            stop = min((cut for cut in cuts if done < cut < end), default=end)
+            chunk = mx.array(list(tokens[done:stop]))
             model(chunk[None], cache=caches)
             mx.eval([cache.state for cache in caches])
-            if kv_bits is not None:
+            if kv_bits is not None and stop == end:
                 convert(caches, kv_bits, kv_group_size, quantized_kv_start)
             done += chunk.size
             mx.clear_cache()

@@ -145,6 +145,25 @@ def test_a_prompt_read_in_two_calls_is_the_prompt_read_in_one(name: str) -> None
     assert_same_bits(one, two, len(PROMPT))
 
 
+def test_a_cut_is_a_place_to_stop_and_moves_no_conversion(wide: Any) -> None:
+    how = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 40, "step": 32}
+    whole, cut = make_prompt_cache(wide), make_prompt_cache(wide)
+    seen: list[int] = []
+    kinds: list[str] = []
+
+    def progress(done: int, total: int) -> None:
+        seen.append(done)
+        kinds.append(type(cut[0]).__name__)
+
+    prefill(wide, PROMPT, whole, **how)
+    prefill(wide, PROMPT, cut, **how, progress=progress, cuts=[0, 45, 50, 64, len(PROMPT)])
+    n = len(PROMPT)
+    assert seen == [0, 32, 45, 50, *range(64, n, 32), n]
+    assert kinds == ["KVCache"] * 4 + ["QuantizedKVCache"] * (len(seen) - 4)
+    assert {cache.minimum_resumable_offset for cache in (*whole, *cut)} == {64}
+    assert {cache.offset for cache in cut} == {n}
+
+
 def test_a_second_conversion_leaves_a_converted_cache_alone(wide: Any) -> None:
     caches = make_prompt_cache(wide)
     how = {"kv_bits": 8, "kv_group_size": 32}
