@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvkeep.hooks.prompt_cache import PromptCache as PromptCache
     from kvkeep.hooks.session import Session as Session
     from kvkeep.hooks.session import session as session
+    from kvkeep.prefixstore.pins import Pin as Pin
     from kvkeep.prefixstore.policy import Decision as Decision
     from kvkeep.prefixstore.policy import LayerLimit as LayerLimit
     from kvkeep.prefixstore.policy import Reason as Reason
@@ -40,6 +41,7 @@ _HOMES = {
     "KvkeepError": ("kvkeep.errors", "KvkeepError"),
     "LayerLimit": ("kvkeep.prefixstore.policy", "LayerLimit"),
     "PromptCache": ("kvkeep.hooks.prompt_cache", "PromptCache"),
+    "Pin": ("kvkeep.prefixstore.pins", "Pin"),
     "Reason": ("kvkeep.prefixstore.policy", "Reason"),
     "Receipt": ("kvkeep.prefixstore.receipt", "Receipt"),
     "Report": ("kvkeep.prefixstore.report", "Report"),
@@ -57,6 +59,7 @@ __all__ = [
     "KvkeepError",
     "LayerLimit",
     "PromptCache",
+    "Pin",
     "Reason",
     "Receipt",
     "Report",

@@ -25,6 +25,8 @@ COMMANDS = {
     "report": "report",
     "top": "top",
     "verify": "verify",
+    "pin": "pin",
+    "unpin": "unpin",
     "evict": "evict",
     "purge": "purge",
     "simulate": "simulate",

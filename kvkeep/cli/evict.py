@@ -23,9 +23,15 @@ from kvkeep.prefixstore.sizes import format_size
     help="What was not used for this long, such as 7d.",
 )
 @click.option("--space", metavar="ID", help="Only of this space; the beginning of its id.")
+@click.option("--pinned", is_flag=True, help="Also what is pinned.")
 @options.common
 def command(
-    to: str | None, older_than: float | None, space: str | None, store: Path, as_json: bool
+    to: str | None,
+    older_than: float | None,
+    space: str | None,
+    pinned: bool,
+    store: Path,
+    as_json: bool,
 ) -> None:
     """Drop what was used least recently.
 
@@ -43,7 +49,7 @@ def command(
         raise click.UsageError("Say what goes: --to, --older-than or --space.")
     with open_store(store) as opened:
         only = find_space(opened, space).id if space is not None else None
-        gone = opened.evict(to=to, older_than=older_than, space=only)
+        gone = opened.evict(to=to, older_than=older_than, space=only, pinned=pinned)
         used = opened.used_bytes
     text = (
         f"Dropped {format_size(gone.bytes)}: {count(gone.tokens)} tokens in "

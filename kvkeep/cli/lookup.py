@@ -9,6 +9,7 @@ from kvkeep.errors import KvkeepError
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.browse import Conversation, SpaceInfo
+    from kvkeep.prefixstore.pins import Pin
     from kvkeep.prefixstore.report import Report
     from kvkeep.prefixstore.store import Store
 
@@ -35,6 +36,11 @@ def find_report_space(report: Report, start: str) -> str:
 def find_conversation(store: Store, start: str) -> Conversation:
     """The one conversation whose id is ``start``, or begins with it. Raises ``NotFound``."""
     return _only(store.conversations(), "conversation", start, lambda item: item.id)
+
+
+def find_pin(store: Store, start: str) -> Pin:
+    """The one pin whose id is ``start``, or begins with it. Raises ``NotFound``."""
+    return _only(store.pins(), "pin", start, lambda item: item.id)
 
 
 def _only(items: Sequence[Item], what: str, start: str, name: Callable[[Item], str]) -> Item:

@@ -19,6 +19,7 @@ from kvkeep.prefixstore.sizes import format_size
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.browse import Conversation, SpaceInfo
+    from kvkeep.prefixstore.pins import Pin
 
 
 @click.command("ls")
@@ -37,7 +38,8 @@ def command(space: str | None, limit: int, store: Path, as_json: bool) -> None:
 
     A space is one model with its tokenizer, adapter, cache scheme and tenant; nothing stored
     in one is ever served in another. A conversation is a stored sequence that no longer one
-    continues. SPACE, the beginning of a space's id, lists that one only.
+    continues; a pin keeps one from being evicted. SPACE, the beginning of a space's id, lists
+    that one only.
 
     \b
     Example:
@@ -50,6 +52,7 @@ def command(space: str | None, limit: int, store: Path, as_json: bool) -> None:
         spaces = [find_space(opened, space)] if space is not None else opened.spaces()
         shown = {info.id for info in spaces}
         found = [x for x in opened.conversations() if x.space in shown]
+        pins = [pin for pin in opened.pins() if pin.space in shown]
         used, budget = opened.used_bytes, opened.max_bytes
     found.sort(key=lambda x: x.last_use, reverse=True)
     data = {
@@ -57,8 +60,10 @@ def command(space: str | None, limit: int, store: Path, as_json: bool) -> None:
         "max_bytes": budget,
         "spaces": [_space(info) for info in spaces],
         "conversations": [_conversation(x) for x in found],
+        "pins": [asdict(pin) for pin in pins],
     }
-    emit(as_json, data, _text(spaces, found, limit, used, budget))
+    text = _text(spaces, found, limit, used, budget)
+    emit(as_json, data, "\n\n".join([text, _pins(pins)] if pins else [text]))
 
 
 def _space(info: SpaceInfo) -> dict[str, Any]:
@@ -106,6 +111,21 @@ def _text(
     if len(found) > limit:
         lines.append(f"… and {count(len(found) - limit)} more")
     return "\n".join(lines)
+
+
+def _pins(pins: Sequence[Pin]) -> str:
+    heads = ("Pin", "space", "tokens", "kept", "for")
+    rows = [
+        (
+            pin.id,
+            f"{pin.space[:6]}…",
+            count(pin.tokens),
+            format_size(pin.bytes),
+            age(pin.until - time.time()) if pin.until is not None else "good",
+        )
+        for pin in pins
+    ]
+    return table(heads, rows, right=heads[2:])
 
 
 def _ago(when: float) -> str:

@@ -10,12 +10,18 @@ from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.records import Node, unpack
+from kvkeep.prefixstore.tenants import key_of, read_tenant
 from kvkeep.prefixstore.trie import Path, held_on, load_recipe
+from kvkeep.prefixstore.ttl import NANOSECONDS, read_ttl
 
 
 @dataclass(frozen=True)
 class SpaceInfo:
-    """One space: how much it keeps and when it was last used (seconds since the epoch)."""
+    """One space: how much it keeps and when it was last used (seconds since the epoch).
+
+    ``ttl`` is its time to live in seconds, ``quota`` the bytes that all spaces under its salt
+    may use; ``None`` without one.
+    """
 
     id: str
     label: str
@@ -26,6 +32,8 @@ class SpaceInfo:
     bytes: int
     created: float
     last_use: float
+    ttl: float | None = None
+    quota: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,8 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
             bytes=sum(bytes_of(node) for node in found),
             created=created,
             last_use=max((last_use(txn, node) for node in found), default=0.0),
+            ttl=ttl / NANOSECONDS if (ttl := read_ttl(txn, key)) is not None else None,
+            quota=read_tenant(txn, key_of(identity)).quota or None,
         )
 
 

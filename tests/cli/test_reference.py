@@ -90,6 +90,9 @@ def test_json_has_exactly_the_documented_keys(
     seen["tree"] = ask("tree")
     seen["top"] = ask("top")
     conversation = seen["ls"]["conversations"][0]["id"]
+    seen["pin"] = ask("pin", conversation, "--for", "1h")
+    seen["ls"] = ask("ls")
+    seen["unpin"] = ask("unpin", conversation)
     seen["inspect"] = ask("inspect", conversation, "--tokens")
     file = str(tmp_path / "out.safetensors")
     seen["export"] = ask("export", conversation, file)

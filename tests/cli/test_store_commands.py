@@ -106,6 +106,28 @@ def test_evict_drops_what_was_named(filled, ask: Ask, run: Run) -> None:
     assert "Say what goes" in run("evict", code=2).stderr
 
 
+def test_what_is_pinned_is_shown_and_stays(filled, ask: Ask, run: Run) -> None:
+    listed = ask("ls", filled[0]["space"])["conversations"]
+    longest = max(listed, key=lambda x: x["tokens"])
+    pin = ask("pin", longest["id"])
+    assert (pin["id"], pin["tokens"], pin["until"]) == (longest["id"], longest["tokens"], None)
+    soft = ask("pin", min(listed, key=lambda x: x["tokens"])["id"], "--for", "2h")
+    assert soft["until"] - soft["created"] == pytest.approx(7200)
+    assert {p["id"] for p in ask("ls")["pins"]} == {pin["id"], soft["id"]}
+    shown = run("ls").stdout
+    assert "\nPin " in shown
+    assert " good\n" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    ask("evict", "--to", "0")
+    kept = ask("ls")
+    assert {c["id"] for c in kept["conversations"]} == {pin["id"], soft["id"]}
+    assert run("unpin", soft["id"]).stdout == f"Unpinned {soft['tokens']} tokens\n"
+    with pytest.raises(NotFound, match="No pin has the id"):
+        run("unpin", soft["id"])
+    assert ask("evict", "--space", filled[0]["space"], "--pinned")["used_bytes"] == 0
+    assert ask("ls")["pins"] == []
+
+
 def damage(store: Path) -> None:
     """Flip one byte of a stored chunk."""
     with open_store(store) as opened, opened.env.begin(write=True) as txn:
