@@ -1,9 +1,10 @@
 """Measure kvkeep beside mlx_lm's own prompt caches, on the same rows, in the same run.
 
-Every step runs in a fresh process. Within a round all ways take turns, the order changes with
-the round, and a ratio is taken round by round before its median. Every restore is compared bit
-for bit with what was stored. The table gives the median over the rounds and the lowest and
-highest value; the JSON file has every value.
+Every step runs in a fresh process, after another one touched memory (touched.py says why).
+Within a round all ways take turns, the order changes with the round, and a ratio is taken
+round by round before its median. Every restore is compared bit for bit with what was stored.
+The table gives the median over the rounds and the lowest and highest value; the JSON file has
+every value.
 
 Examples:
   python -m benchmarks                      everything: about 10 minutes, 3 GB of disk

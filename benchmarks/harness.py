@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.touched import touch_memory
+
 HOME = Path(__file__).resolve().parent.parent
 Answer = dict[str, Any]
 Step = Callable[[int], Answer]
@@ -93,6 +95,7 @@ class Bench:
         ``arguments`` travel as JSON. The answer also has ``peak_rss``, the most memory that
         the process ever held, in bytes. Raises ``StepFailed``.
         """
+        touch_memory()
         words = [function.__module__, function.__qualname__, json.dumps(arguments, default=str)]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.child", *words],

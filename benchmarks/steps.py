@@ -34,6 +34,7 @@ def load_imports() -> None:
     """Import what both ways need, so that no clock counts it."""
     import mlx_lm.models.cache  # noqa: F401
 
+    import kvkeep.persistence.pages
     import kvkeep.prefixstore.store  # noqa: F401
 
 

@@ -80,7 +80,7 @@ def command(
     \b
     Example:
       kvkeep serve --model MODEL --port 8080
-      kvkeep serve --model MODEL --kv-bits 8 --prompt-cache-bytes 8GB --max-bytes 100GB
+      kvkeep serve --model MODEL --kv-bits 8 --max-bytes 100GB
     """
     _check(server_options, exact)
     from kvkeep.hooks.mlx_server import Settings, check_version, serve
