@@ -24,12 +24,18 @@ from kvkeep.prefixstore.sizes import format_size
 )
 @click.option("--space", metavar="ID", help="Only of this space; the beginning of its id.")
 @click.option("--pinned", is_flag=True, help="Also what is pinned.")
+@click.option(
+    "--policy",
+    type=click.Choice(options.POLICIES),
+    help="Order in which things go, from now on, also when the store is full.",
+)
 @options.common
 def command(
     to: str | None,
     older_than: float | None,
     space: str | None,
     pinned: bool,
+    policy: str | None,
     store: Path,
     as_json: bool,
 ) -> None:
@@ -42,17 +48,18 @@ def command(
     Example:
       kvkeep evict --to 20GB
       kvkeep evict --older-than 7d --space 4f2a
+      kvkeep evict --policy probation
     """
     from kvkeep.prefixstore.store import open_store
 
-    if to is None and older_than is None and space is None:
+    if to is None and older_than is None and space is None and policy is None:
         raise click.UsageError("Say what goes: --to, --older-than or --space.")
-    with open_store(store) as opened:
+    with open_store(store, eviction=policy) as opened:
         only = find_space(opened, space).id if space is not None else None
         gone = opened.evict(to=to, older_than=older_than, space=only, pinned=pinned)
-        used = opened.used_bytes
+        used, in_force = opened.used_bytes, opened.eviction
     text = (
         f"Dropped {format_size(gone.bytes)}: {count(gone.tokens)} tokens in "
         f"{count(gone.nodes)} nodes; {format_size(used)} kept"
     )
-    emit(as_json, {**asdict(gone), "used_bytes": used}, text)
+    emit(as_json, {**asdict(gone), "used_bytes": used, "policy": in_force}, text)

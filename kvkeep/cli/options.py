@@ -15,6 +15,9 @@ from kvkeep.cli.models import Choice
 from kvkeep.cli.prompts import Source
 from kvkeep.prefixstore.sizes import parse_size
 
+POLICIES = ("lru", "probation", "size")
+"""Eviction policies by name."""
+
 
 def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
     """A click callback that reads a value with ``parse`` and shows its ``ValueError``."""

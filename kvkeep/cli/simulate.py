@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from kvkeep.prefixstore.simulate.traces import Trace
 
 BYTES_PER_TOKEN = 128 << 10
-POLICIES = ("lru", "probation", "size")
-
 _AMOUNT = re.compile(r"\s*([0-9][0-9,_]*)\s*(blocks|tokens)\s*", re.IGNORECASE)
 
 
@@ -49,7 +47,7 @@ def parse_budget(text: str) -> tuple[int, str]:
 @click.option(
     "--policy",
     "names",
-    type=click.Choice(POLICIES),
+    type=click.Choice(options.POLICIES),
     multiple=True,
     help="Eviction policy; may be given several times. All of them by default.",
 )
@@ -118,7 +116,7 @@ def command(
     read = read.in_blocks_of(block) if block is not None else read
     block_bytes = read.block_tokens * bytes_per_token
     capacity = _blocks(budget, read.block_tokens, block_bytes)
-    policies = [policy_named(name) for name in names or POLICIES] if budget else []
+    policies = [policy_named(name) for name in names or options.POLICIES] if budget else []
     total = read.requests
     label = f"Replaying {count(total)} requests"
     with progress(label, lambda rate: f"{rate:,.0f} a second") as bar:

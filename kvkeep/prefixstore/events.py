@@ -27,7 +27,7 @@ from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.event import Event
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.ledger import Ledger, counter
-from kvkeep.prefixstore.records import Node, detach, unpack
+from kvkeep.prefixstore.records import Node, unpack
 from kvkeep.prefixstore.shelf import mark_of
 from kvkeep.prefixstore.totals import Totals
 
@@ -330,12 +330,15 @@ def _touch(ledger: Ledger, used: dict[Used, tuple[int, int]]) -> None:
 
 
 def _whole_path(txn: Transaction, key: bytes) -> list[Node]:
-    """The nodes from the root to that of ``key``, as they are now: edges may have been split."""
+    """The nodes from the root to that of ``key``, as they are now: edges may have been split.
+
+    They are valid until the next write.
+    """
     path: list[Node] = []
     while (data := txn.get("nodes", key)) is not None:
-        path.insert(0, detach(unpack(key, data)))
+        path.append(unpack(key, data))
         above = mark_of(txn, layout.from_u64(key[16:24]))
         if above is None:
             break
         key = above.key
-    return path
+    return path[::-1]

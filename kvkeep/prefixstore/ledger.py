@@ -155,7 +155,8 @@ class Ledger:
     ) -> None:
         """Mark the nodes from the root to some node as used at ``when``, by default now.
 
-        In nanoseconds since the epoch. See ``order.touch``.
+        In nanoseconds since the epoch. See ``order.touch``. ``path`` is not read from after the
+        first write.
         """
         steps = [Step(n.id, n.start, len(n.tokens), node_bytes(n), n.key) for n in path]
         now = time.time_ns() if when is None else when

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvkeep.cli import main
-from kvkeep.cli.simulate import POLICIES, parse_budget
+from kvkeep.cli.options import POLICIES
+from kvkeep.cli.simulate import parse_budget
 from kvkeep.prefixstore import eviction
 
 GOOD = b'{"hash_ids": [1], "input_length": 500, "timestamp": 0}\n'

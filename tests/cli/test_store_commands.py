@@ -100,6 +100,8 @@ def test_evict_drops_what_was_named(filled, ask: Ask, run: Run) -> None:
     assert gone["used_bytes"] == kept - gone["bytes"]
     assert ask("evict", "--older-than", "1h")["nodes"] == 0
     assert ask("evict", "--to", "1GiB")["nodes"] == 0
+    assert ask("evict", "--policy", "size")["policy"] == "size"
+    assert ask("evict", "--to", "1GiB")["policy"] == "size"
     rest = ask("evict", "--to", "0")
     assert rest["used_bytes"] == 0
     assert ask("ls")["conversations"] == []
