@@ -6,11 +6,13 @@ process.
 
 A commit flushes its pages (``metasync=False``: not the page that names the last commit).
 After a power loss the store is intact, but the very last commit may be undone; ``sync`` closes
-that gap.
+that gap. With ``durable=False`` nothing is flushed before the last handle closes: the end of a
+process costs nothing. After that of the machine the store is begun anew.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
@@ -18,11 +20,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lmdb
 
 from kvkeep.errors import Damaged, StoreClosed, StoreInUse, StoreReadOnly, StoreUnusable
+from kvkeep.persistence import unsynced
 from kvkeep.persistence.disk import parallel_reads
 from kvkeep.persistence.lmdb_errors import translate, translate_opening, translated
 
@@ -54,6 +57,9 @@ class Environment:
     With ``shared`` the group may read and write as well: modes 0770 and 0660 for what is made,
     and nothing is tightened.
 
+    ``ours`` says that the folder is known to be a store: a file that a power loss left before
+    anything was committed is then begun anew.
+
     ``read_only`` changes nothing. Where not even the lock file may be written it reads without
     locks: then no other process may write at the same time.
 
@@ -72,6 +78,8 @@ class Environment:
         databases: Sequence[str],
         read_only: bool = False,
         shared: bool = False,
+        durable: bool = True,
+        ours: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.read_only = read_only
@@ -79,7 +87,8 @@ class Environment:
         self._closed = False
         try:
             mode = 0o770 if shared else 0o700
-            self._shared = _acquire(self.folder, map_size, databases, read_only, mode)
+            flags = _Flags(map_size, read_only, mode, durable, ours)
+            self._shared = _acquire(self.folder, databases, flags)
         except (lmdb.Error, OSError) as error:
             raise translate_opening(error, self.folder) from error
 
@@ -139,8 +148,10 @@ class Environment:
                     inner.commit()
 
     def sync(self) -> None:
-        """Return once every commit so far survives a power loss."""
+        """Return once every commit so far survives a power loss, where the store is durable."""
         self._open()
+        if not self._shared.durable:
+            return
         with self._shared.used(write=False), translated(self.folder):
             self._open().sync(True)
 
@@ -367,19 +378,11 @@ def _compact(folder: Path, wipe: bool) -> tuple[int, int]:
         before = old.stat().st_size
         with old.open("r+b") as file:
             new.replace(old)
-            _sync_folder(folder)
+            unsynced.sync_folder(folder)
             if wipe:
                 _zero(file.fileno(), 0, before)
                 os.fsync(file.fileno())
         return before, old.stat().st_size
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager
@@ -387,7 +390,7 @@ def _alone(folder: Path) -> Iterator[None]:
     """Hold LMDB's own lock, alone: whoever opens the store now waits until the block ends."""
     import fcntl
 
-    with (folder / LOCK_FILE).open("r+b") as file:
+    with (folder / LOCK_FILE).open("a+b") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
         except (BlockingIOError, PermissionError) as error:
@@ -407,13 +410,25 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
 _NOTHING = memoryview(b"")
 
 
+class _Flags(NamedTuple):
+    """How an environment is opened; the first handle of a process says it for all."""
+
+    map_size: int
+    read_only: bool
+    mode: int
+    durable: bool
+    ours: bool
+
+
 class _Shared:
     """One open environment of this process, and who uses it."""
 
-    def __init__(self, env: lmdb.Environment, read_only: bool, file: tuple[int, int]) -> None:
+    def __init__(self, env: lmdb.Environment, flags: _Flags, data_file: Path) -> None:
         self.env: lmdb.Environment | None = env
-        self.file = file
-        self.read_only = read_only
+        self.folder = data_file.parent
+        self.file = _identity(data_file)
+        self.read_only = flags.read_only
+        self.durable = flags.durable
         self.databases: dict[str, Any] = {}
         self.handles = 0
         self._idle = threading.Condition()
@@ -470,7 +485,17 @@ class _Shared:
         """Close for good; nobody holds a handle."""
         env, self.env = self.env, None
         if env is not None:
+            if self.durable or self.read_only:
+                env.close()
+                return
+            try:
+                env.sync(True)
+            except lmdb.Error:
+                env.close()
+                return
             env.close()
+            with suppress(StoreInUse, OSError), _alone(self.folder):
+                unsynced.clear(self.folder)  # the last one out
 
     def check_outside(self) -> None:
         """Raise ``RuntimeError`` where this thread is inside a transaction."""
@@ -482,18 +507,21 @@ _registry: dict[str, _Shared] = {}
 _registry_lock = threading.Lock()
 
 
-def _acquire(
-    folder: Path, map_size: int, names: Sequence[str], read_only: bool, mode: int
-) -> _Shared:
+def _acquire(folder: Path, names: Sequence[str], flags: _Flags) -> _Shared:
     key = os.path.realpath(folder)
     with _registry_lock:
         shared = _registry.get(key)
         if shared is not None and shared.file != _identity(folder / DATA_FILE):
             shared = None  # that file was removed; those who have it open keep it
         if shared is None:
-            env = _open_lmdb(key, map_size, read_only, mode)
-            shared = _Shared(env, read_only, _identity(folder / DATA_FILE))
-        elif shared.read_only and not read_only:
+            env = _open_lmdb(key, flags)
+            shared = _Shared(env, flags, Path(key) / DATA_FILE)
+        elif flags.durable and not shared.durable and not flags.read_only:
+            raise StoreUnusable(
+                f"{folder}: open in this process without protection from power loss",
+                remedy="Close that handle first, or open this one with the same durability.",
+            )
+        elif shared.read_only and not flags.read_only:
             raise StoreUnusable(
                 f"{folder}: open for reading only in this process",
                 remedy="Close that handle before the store is opened for writing.",
@@ -532,17 +560,20 @@ def _release(shared: _Shared) -> None:
             shared.close()
 
 
-def _open_lmdb(folder: str, map_size: int, read_only: bool, mode: int) -> lmdb.Environment:
+def _open_lmdb(folder: str, flags: _Flags) -> lmdb.Environment:
+    read_only = flags.read_only
     options: dict[str, Any] = {
-        "map_size": map_size,
+        "map_size": flags.map_size,
         "max_dbs": MAX_DATABASES,
         "max_readers": MAX_READERS,
         "metasync": False,
-        "mode": mode,
+        "sync": flags.durable,
+        "mode": flags.mode,
     }
     file = Path(folder) / DATA_FILE
     if read_only:
         file.stat()  # LMDB would make one
+    _begin_anew(file, flags)
     short = _refuse_damage(file)
     if read_only:
         try:
@@ -550,9 +581,14 @@ def _open_lmdb(folder: str, map_size: int, read_only: bool, mode: int) -> lmdb.E
         except lmdb.ReadonlyError:
             return lmdb.open(folder, readonly=True, create=False, lock=False, **options)
     else:
-        os.makedirs(folder, mode=mode, exist_ok=True)  # noqa: PTH103
+        os.makedirs(folder, mode=flags.mode, exist_ok=True)  # noqa: PTH103
+        if not flags.durable:
+            unsynced.mark(Path(folder))
+        fresh = _identity(file) == (0, 0)
         env = lmdb.open(folder, **options)
-        if mode == 0o700:
+        if fresh:
+            env.sync(True)  # before anything is written that needs the first two pages
+        if flags.mode == 0o700:
             _tighten(Path(folder))
         # Nobody compacts while this process has the store open.
         for left in Path(folder).glob(f"{COPY}*"):
@@ -561,6 +597,34 @@ def _open_lmdb(folder: str, map_size: int, read_only: bool, mode: int) -> lmdb.E
     if short and not read_only:
         _lengthen(env, file)
     return env
+
+
+def _begin_anew(file: Path, flags: _Flags) -> None:
+    """Remove what a power loss left of a file that was not protected, or that held nothing."""
+    lost = unsynced.is_lost(file.parent)
+    if lost and flags.read_only:
+        raise Damaged(f"{file}: the machine went down while it was not protected", remedy=REBUILD)
+    empty = flags.ours and not flags.read_only and _holds_nothing(file)
+    if not lost and not empty:
+        return
+    with _alone(file.parent):
+        if lost or _holds_nothing(file):
+            file.unlink(missing_ok=True)
+            unsynced.clear(file.parent)
+
+
+def _holds_nothing(file: Path) -> bool:
+    """Whether a file is too short for any commit, and not even that is whole."""
+    from kvkeep.persistence.pages import check_pages
+
+    try:
+        size = file.stat().st_size
+        if not 0 < size <= 2 * mmap.PAGESIZE:
+            return False
+        found = check_pages(file)
+        return bool(found.faults) or found.transaction is None
+    except FileNotFoundError:
+        return False
 
 
 def _refuse_damage(file: Path) -> bool:

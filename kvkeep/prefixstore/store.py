@@ -54,6 +54,7 @@ from kvkeep.prefixstore.trie import walk
 from kvkeep.prefixstore.writer import Limits, free_orphans
 
 ALLOW_SHARED = "KVKEEP_ALLOW_SHARED"
+DURABILITIES = ("safe", "process")
 
 
 def open_store(
@@ -66,6 +67,7 @@ def open_store(
     eviction: str | None = None,
     state_share: float | None = None,
     allow_shared: bool | None = None,
+    durability: str = "safe",
 ) -> Store:
     """Open the store in folder ``path``, or make one there.
 
@@ -80,12 +82,22 @@ def open_store(
     Events hold no text and no tokens. With ``event_tokens`` a lookup keeps so many token ids,
     at most 64, from where its prompt left what is stored, for ``kvkeep why REQUEST`` to show.
 
+    ``durability`` says what a snapshot survives once its receipt says stored. ``safe``: a power
+    loss; what was not stored yet is lost then, and the store is whole. ``process``: the end of
+    this process, but not of the machine, after which the store is begun anew; fewer waits for
+    the disk. See docs/reliability.md.
+
     A folder that other users own or may write is refused, unless ``allow_shared`` says that
     everyone who can write there may read and change all prompts. Without it the environment
     variable ``KVKEEP_ALLOW_SHARED=1`` says so. A shared store is made for the group (0770).
 
-    Raises ``StoreUnusable`` (``NotAStore``, ``StoreTooNew``, ``StoreReadOnly`` …).
+    Raises ``StoreUnusable`` (``NotAStore``, ``StoreTooNew``, ``StoreReadOnly`` …), or
+    ``Damaged``.
     """
+    if durability not in DURABILITIES:
+        raise KvkeepError(
+            f"{durability!r} is no durability", remedy=f"Name one of {', '.join(DURABILITIES)}."
+        )
     folder = Path(path).expanduser()
     shared = os.environ.get(ALLOW_SHARED) == "1" if allow_shared is None else allow_shared
     budget = parse_size(max_bytes) if max_bytes is not None else None
@@ -99,6 +111,8 @@ def open_store(
         databases=layout.DATABASES,
         read_only=read_only,
         shared=shared,
+        durable=durability == "safe",
+        ours=True,
     )
     try:
         budget = _settle_budget(env, budget, marker)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sys
 from typing import Any
 
@@ -42,16 +43,20 @@ def open_spaces(store: Any) -> dict[str, Any]:
 class Worker:
     """Random work on one store."""
 
+    durability = "safe"
+
     def __init__(self, folder: str, seed: int, budget: int, harm: bool) -> None:
-        self.folder, self.budget, self.harm = folder, budget, harm
+        self.folder, self.budget, self.most, self.harm = folder, budget, budget, harm
         self.random = random.Random(seed)
 
     def open(self) -> None:
         tell("P open")
         if self.random.random() < 0.2:
             tell("E")
-            self.budget = int(self.budget * self.random.uniform(0.6, 1.0))
-        self.store = kvkeep.open(self.folder, max_bytes=self.budget, disk_reserve=1)
+            self.budget = int(self.most * self.random.uniform(0.6, 1.0))
+        self.store = kvkeep.open(
+            self.folder, max_bytes=self.budget, disk_reserve=1, durability=self.durability
+        )
         self.spaces = open_spaces(self.store)
 
     def run(self) -> None:
@@ -129,4 +134,7 @@ if __name__ == "__main__":
     small_chunks()
     caches(KINDS[0], tokens_of(0, 4))
     tell("ready")
+    if sys.argv[1:]:
+        Worker.durability = sys.argv[1]
+        signal.alarm(int(sys.argv[2]))  # which ends the process
     Worker(**json.loads(sys.stdin.readline())).run()
