@@ -22,6 +22,7 @@
     │   └── CorruptFrame                 checksum, length, shape or dtype is wrong
     ├── NewerFormat                  7   a record of a newer format version: kept, not read
     ├── FileRefused                  5   a prompt-cache file that cannot be read
+    ├── BadScheme                    5   no cache can be made so; a ValueError as well
     └── IdentityUnknown              5   a space cannot be told apart from others
 
 Exit code 2 is click's own (usage), 3 is a miss.
@@ -161,6 +162,13 @@ class FileRefused(KvkeepError):
     """A prompt-cache file that cannot be read."""
 
     exit_code = 5
+
+
+class BadScheme(KvkeepError, ValueError):
+    """A cache cannot be made so: the layer, the value and the valid ones are named."""
+
+    exit_code = 5
+    remedy = "docs/caches.md lists the schemes, and what each kind of layer takes."
 
 
 class IdentityUnknown(KvkeepError):
