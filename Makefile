@@ -2,7 +2,7 @@
 #
 #   make demo [MODEL=path-or-hub-id]   store, restart, resume: both times side by side
 #   make test                          the whole test suite
-#   make test-oldest                   the same storage tests under the oldest mlx-lm
+#   make test-oldest                   the storage tests and every model under the oldest mlx-lm
 #   make lint                          ruff, mypy, import rules
 #   make bench                         the benchmarks, each with its peers
 
@@ -24,7 +24,7 @@ test: $(VENV)/test.stamp
 
 # Stores that the oldest mlx-lm wrote are resumed under the newest as well.
 test-oldest: $(VENV)/test.stamp $(OLDEST)/test.stamp
-	$(OLDEST)/bin/python -m pytest tests/codecs tests/hooks tests/prefixstore $(ARGS)
+	$(OLDEST)/bin/python -m pytest tests/codecs tests/conformance tests/hooks tests/prefixstore $(ARGS)
 	KVKEEP_FIRST_PYTHON=$(OLDEST)/bin/python $(BIN)/python -m pytest \
 	  tests/prefixstore/test_restart.py $(ARGS)
 

@@ -358,6 +358,14 @@ CONFIGS = {
         "ffn_dim_divisor": 8,
     },
     "phi3small": {"vocab_size": 100352, "dense_attention_every_n_layers": 2},
+    "phimoe": {
+        "rope_scaling": {
+            "short_factor": [1.0] * 8,
+            "long_factor": [1.5] * 8,
+            "short_mscale": 1.0,
+            "long_mscale": 1.0,
+        }
+    },
     "plamo": {"n_shared_head": 2},
     "plamo2": {"hidden_size_per_head": 16, "mamba_d_state": 32, "mamba_num_heads": 4},
     "plamo3": {"sliding_window_pattern": 2},
@@ -407,6 +415,13 @@ METAL_ONLY = {
     "muse_spark": "normalizes, rotates and routes with Metal kernels",
 }
 """Models that run on Apple silicon alone."""
+
+SINCE = {"muse_spark": "0.32.2", "prism_hadamard_qwen35": "0.32.1"}
+"""Models that the oldest mlx-lm does not have, by the version that brought them."""
+
+SOUND_SINCE = {"phi3small": "0.32.1"}
+"""Models that earlier versions run into the end of the interpreter: it wrote its logits beyond
+their end."""
 
 NOT_CAUSAL = {
     "phi3small": "mlx-lm adds its boolean mask to the scores, where it hides nothing, so that a "

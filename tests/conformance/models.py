@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,16 @@ def names():
     """Every module of ``mlx_lm.models`` that has a ``Model``, without importing one."""
     folder = Path(next(iter(mlx_lm.models.__path__)))
     return sorted(path.stem for path in folder.glob("*.py") if _has_model(path))
+
+
+def before(versions):
+    """The models of the table ``versions`` whose version is newer than the installed mlx-lm."""
+    here = _numbers(version("mlx-lm"))
+    return {name for name, since in versions.items() if here < _numbers(since)}
+
+
+def _numbers(text):
+    return tuple(int(part) for part in text.split(".")[:3])
 
 
 def _has_model(path):
