@@ -12,6 +12,7 @@ from kvkeep.prefixstore.evict import give_up, leaves
 from kvkeep.prefixstore.eviction import policy_named
 from kvkeep.prefixstore.eviction.order import victims
 from kvkeep.prefixstore.ledger import Ledger
+from kvkeep.prefixstore.records import unpack
 from kvkeep.prefixstore.simulate.trie import Trie
 from tests.prefixstore.clock import SECOND
 from tests.prefixstore.shapes import make
@@ -63,6 +64,70 @@ def test_a_store_evicts_what_the_simulation_evicts(tmp_path, monkeypatch, clock,
         assert not store.verify().problems
     assert compared > 20
     assert hits > 50 * BLOCK
+
+
+OTHER = 1_000_000
+"""Blocks from here on are those of the second model, which has half the layers."""
+
+
+class TwoModels(Trie):
+    """A simulation in which the blocks of the second model have bytes of their own."""
+
+    def _touch(self, path, when, **options):
+        self.block_bytes = self.both[bool(path) and int(path[0].run[0]) >= OTHER]
+        super()._touch(path, when, **options)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_by_size_a_store_of_two_models_evicts_what_the_simulation_evicts(
+    tmp_path, monkeypatch, clock, seed
+):
+    monkeypatch.setattr("kvkeep.prefixstore.recipe.CHUNK_BYTES", 1)
+    trie = TwoModels(policy_named("size"), 1 << 30, BLOCK)
+    rng = random.Random(seed)
+    went = []
+    with kvkeep.open(tmp_path / "store", max_bytes="1GB", disk_reserve=1, eviction="size") as store:
+        spaces = [store.space(identity={"layers": n}, layout=make("plain", ())[:n]) for n in (2, 1)]
+        trie.both = [block_bytes(store, space, n) for n, space in zip((2, 1), spaces, strict=True)]
+        assert trie.both[0] > trie.both[1] + 1000
+        for blocks in prompts(seed):
+            clock.now += rng.randint(1, 20) * SECOND
+            other = rng.random() < 0.5
+            if other:
+                blocks = [OTHER + block for block in blocks]
+            tokens = tokens_of(blocks)
+            hit = spaces[other].resume([*tokens, 1])
+            store.flush()
+            caches = make("plain", tokens)[: 2 - other]
+            assert spaces[other].snapshot(tokens, caches).stored
+            matched, _ = trie.request(np.array(blocks, np.int64), clock.now)
+            assert hit.offset == matched * BLOCK
+            for _ in range(rng.choice([0, 0, 1, 2])):
+                gone, expected = evict_one(store), drop_one(trie)
+                assert gone == expected
+                went += [gone[1] >= OTHER] if gone else []
+        assert not store.verify().problems
+    assert len(went) > 20
+    assert 0 < sum(went) < len(went) / 2, "the heavier model's blocks go first"
+
+
+def block_bytes(store, space, layers):
+    """Bytes of one block's rows; leaves nothing behind."""
+    tokens = tokens_of([7])
+    assert space.snapshot(tokens, make("plain", tokens)[:layers]).stored
+    with store.env.begin(write=True) as txn:
+        sizes = {int(n.refs["size"].sum()) for n in nodes(txn) if n.space == space.id}
+        ledger = Ledger(txn)
+        for node in leaves(ledger, ()):
+            give_up(ledger, node)
+        ledger.shelf.floor = 0
+        ledger.settle()
+    assert len(sizes) == 1
+    return sizes.pop()
+
+
+def nodes(txn):
+    return [unpack(key, data) for key, data in txn.items("nodes")]
 
 
 def evict_one(store):
