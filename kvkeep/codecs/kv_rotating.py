@@ -53,6 +53,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.caches import ring
 from kvkeep.codecs.base import (
     RECORD,
     Codec,
@@ -102,7 +103,7 @@ class KVRotating(Codec):
             version=self.version,
             params={"max_size": max_size, "keep": keep},
             offset=offset,
-            floor=_floor(offset, slots, max_size),
+            floor=ring.floor(offset, slots, max_size),
             reach=Reach(window=max_size, keep=keep),
             rows=(row_spec("k", cache.keys), row_spec("v", cache.values)),
             held=held,
@@ -143,7 +144,7 @@ class KVRotating(Codec):
         cache = _cache_class()(max_size, entry(params, "keep"))
         cache.keys, cache.values, cache.offset = planes["k"], planes["v"], p
         slots, cache._idx = _laid_out(max_size, meta, p)
-        setattr(cache, RECORD, _floor(p, slots, max_size))
+        setattr(cache, RECORD, ring.floor(p, slots, max_size))
         return cache
 
 
@@ -158,32 +159,11 @@ def _is_doubtful(cache: Any) -> bool:
     slots = cache.keys.shape[2]
     if slots <= cache.max_size or cache.keep:
         return False
-    return recorded_floor(cache, _floor(cache.offset, slots, cache.max_size)) is None
-
-
-def _floor(offset: int, slots: int, max_size: int) -> int:
-    return offset - slots + max_size if offset > slots else 0
+    return recorded_floor(cache, ring.floor(cache.offset, slots, cache.max_size)) is None
 
 
 def _layout(offset: int, slots: int, index: int, max_size: int, keep: int) -> tuple[Segment, ...]:
-    lost = offset - slots
-    if lost <= 0:
-        # More than max_size slots are never left with room behind the newest row.
-        if index == offset and (slots <= max_size or lost == 0):
-            return (Segment(0, 0, offset),)
-    elif slots >= max_size and keep < index <= slots and (slots == max_size or index == slots):
-        first = lost + keep
-        older = slots - index
-        parts = (
-            Segment(0, 0, keep),
-            Segment(first, index, older),
-            Segment(first + older, keep, index - keep),
-        )
-        return tuple(part for part in parts if part.length)
-    raise MalformedCache(
-        f"No ring of {max_size} positions that keeps {keep} is at offset {offset} with {slots} "
-        f"slots and write index {index}; was it trimmed after it wrapped?"
-    )
+    return tuple(Segment(*part) for part in ring.layout(offset, slots, index, max_size, keep))
 
 
 def _cache_class() -> Any:
