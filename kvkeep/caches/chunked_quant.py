@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
 from kvkeep.caches.quantized import QuantizedRows
+from kvkeep.caches.reads import mask_of
 from kvkeep.errors import BadScheme
 
 
@@ -52,6 +54,16 @@ class ChunkedQuantizedKVCache(QuantizedRows):
         for part in parts:
             part.maybe_trim_front()
         self._settle(parts)
+
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Each of the next ``length`` positions sees those of its chunk up to itself."""
+        return mask_of(self, length)
+
+    def is_trimmable(self) -> bool:
+        """Whether no front was cut yet; behind a cut a trim would leave too few positions."""
+        return self.start_position == 0
 
     def size(self) -> int:
         """Positions held."""

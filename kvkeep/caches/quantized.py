@@ -49,6 +49,12 @@ def quantize(rows: mx.array, group_size: int, bits: int) -> Planes:
     return packed, scales, biases
 
 
+def dequantize(planes: Any, group_size: int, bits: int) -> mx.array:
+    """The rows ``[B, H, T, D]`` that packed words, scales and biases stand for."""
+    packed, scales, biases = planes
+    return mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)
+
+
 class QuantizedRows(Reads):
     """What the storages have in common: planes, and a plain cache of mlx-lm to move slots."""
 
@@ -131,8 +137,8 @@ class QuantizedRows(Reads):
         return None
 
     def bytes_per_token(self) -> int:
-        """Bytes that one more token adds to the planes; 0 before the first append."""
-        return sum(plane[:, :, :1].nbytes for plane in self._planes())
+        """Bytes that one more token adds to one row's planes; 0 before the first append."""
+        return sum(plane[:1, :, :1].nbytes for plane in self._planes())
 
     @property
     def nbytes(self) -> int:
@@ -191,8 +197,8 @@ class QuantizedRows(Reads):
 
     def _dense(self, rows: list[Any]) -> tuple[mx.array, mx.array]:
         keys, values = (
-            mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.packed_bits)
-            for packed, scales, biases in zip(*rows, strict=True)
+            dequantize(planes, self.group_size, self.packed_bits)
+            for planes in zip(*rows, strict=True)
         )
         return keys, values
 

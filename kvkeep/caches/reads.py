@@ -73,11 +73,33 @@ def append(cache: Any, keys: mx.array, values: mx.array) -> DenseRead | PackedRe
 
     ``keys`` ``[B, H, L, D]``, causal among themselves.
     """
-    mask = cache.make_mask(keys.shape[2], return_array=False, window_size=None)
+    if hasattr(cache, "maybe_trim_front"):
+        cache.maybe_trim_front()
+    mask = mask_of(cache, keys.shape[2])
     k, v = cache.update_and_fetch(keys, values)
     if hasattr(cache, "bits"):
         return PackedRead(tuple(k), tuple(v), cache.bits, cache.group_size, mask)
     return DenseRead(k, v, mask)
+
+
+def mask_of(
+    cache: Any, length: int, return_array: bool = False, window_size: int | None = None
+) -> mx.array | str | None:
+    """The mask of the next ``length`` positions of ``cache`` over what they will read.
+
+    A chunked cache has none of its own: each position sees those of its chunk up to itself.
+    """
+    mask: mx.array | str | None
+    chunk = getattr(cache, "chunk_size", None)
+    if chunk is None:
+        mask = cache.make_mask(length, return_array=return_array, window_size=window_size)
+        return mask
+    import mlx.core as mx
+
+    seen = mx.arange(cache.start_position, cache.offset + length)
+    mine = mx.arange(cache.offset, cache.offset + length)[:, None]
+    visible: mx.array = (seen <= mine) & (seen // chunk == mine // chunk)
+    return visible
 
 
 def one_position(keys: mx.array) -> None:
