@@ -18,6 +18,9 @@ from kvkeep.prefixstore.sizes import parse_size
 POLICIES = ("lru", "probation", "size")
 """Eviction policies by name."""
 
+DURABILITIES = ("safe", "process")
+"""What stored bytes outlive, by name."""
+
 
 def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
     """A click callback that reads a value with ``parse`` and shows its ``ValueError``."""
@@ -103,6 +106,22 @@ def budget(function: Callable[..., Any]) -> Callable[..., Any]:
             show_envvar=True,
             metavar="SIZE",
             help="Byte budget of the store, such as 50GB or 60GiB; it keeps the last one given.",
+        ),
+    )
+
+
+def durability(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--durability``, for commands that write. Passes ``durability: str | None``."""
+    return _with(
+        function,
+        click.option(
+            "--durability",
+            type=click.Choice(DURABILITIES),
+            envvar="KVKEEP_DURABILITY",
+            show_envvar=True,
+            show_default="safe, or what others have who use the store",
+            help="What is stored outlives a power loss (safe), or only this process: then "
+            "nothing waits for the disk, and after a power loss the store is begun anew.",
         ),
     )
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import lmdb
 
 from kvkeep.errors import Damaged, StoreClosed, StoreInUse, StoreReadOnly, StoreUnusable
-from kvkeep.persistence import unsynced
+from kvkeep.persistence import power, unsynced
 from kvkeep.persistence.disk import parallel_reads
 from kvkeep.persistence.lmdb_errors import translate, translate_opening, translated
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     _Inner = lmdb.Transaction[memoryview]
 
 DATA_FILE = "data.mdb"
-LOCK_FILE = "lock.mdb"
+LOCK_FILE = power.LOCK_FILE
 MAX_READERS = 512
 MAX_DATABASES = 64
 ZEROS = 1 << 20
@@ -56,6 +56,9 @@ class Environment:
 
     With ``shared`` the group may read and write as well: modes 0770 and 0660 for what is made,
     and nothing is tightened.
+
+    ``durable`` waits for the disk at every commit; ``None`` does, unless another process has
+    the store open without. Where others do, so does this one, whatever it was told.
 
     ``ours`` says that the folder is known to be a store: a file that a power loss left before
     anything was committed is then begun anew.
@@ -78,7 +81,7 @@ class Environment:
         databases: Sequence[str],
         read_only: bool = False,
         shared: bool = False,
-        durable: bool = True,
+        durable: bool | None = True,
         ours: bool = False,
     ) -> None:
         self.folder = Path(folder)
@@ -102,6 +105,11 @@ class Environment:
     def usable(self) -> bool:
         """Whether this handle is open and this is the process that opened it."""
         return not self._closed and self._pid == os.getpid()
+
+    @property
+    def durable(self) -> bool:
+        """Whether what is committed is protected from a power loss."""
+        return self._shared.durable
 
     @property
     def map_size(self) -> int:
@@ -204,7 +212,7 @@ class Environment:
             try:
                 for start, length in spans:
                     _zero(fd, start, length)
-                os.fsync(fd)
+                unsynced.sync_file(fd)
             finally:
                 os.close(fd)
         return sum(length for _, length in spans)
@@ -358,12 +366,13 @@ def compact(folder: str | os.PathLike[str], *, wipe: bool = False) -> tuple[int,
         # First: closing the lock file would take this process's own locks with it.
         if os.path.realpath(path) in _registry:
             raise StoreInUse(f"{folder}: open in this process")
-        with translated(path), _alone(path):
+        with translated(path), power.alone(path):
             return _compact(path, wipe)
 
 
 def _compact(folder: Path, wipe: bool) -> tuple[int, int]:
     old = folder / DATA_FILE
+    power.refuse_lost(old)
     _refuse_damage(old)
     with tempfile.TemporaryDirectory(prefix=COPY, dir=folder) as made:
         new = Path(made) / DATA_FILE
@@ -373,29 +382,15 @@ def _compact(folder: Path, wipe: bool) -> tuple[int, int]:
         finally:
             env.close()
         new.chmod(old.stat().st_mode & 0o777)
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
+        unsynced.sync_path(new)
         before = old.stat().st_size
         with old.open("r+b") as file:
             new.replace(old)
-            unsynced.sync_folder(folder)
+            unsynced.clear(folder)
             if wipe:
                 _zero(file.fileno(), 0, before)
-                os.fsync(file.fileno())
+                unsynced.sync_file(file.fileno())
         return before, old.stat().st_size
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold LMDB's own lock, alone: whoever opens the store now waits until the block ends."""
-    import fcntl
-
-    with (folder / LOCK_FILE).open("a+b") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-        except (BlockingIOError, PermissionError) as error:
-            raise StoreInUse(f"{folder}: another process has it open") from error
-        yield
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
@@ -416,19 +411,21 @@ class _Flags(NamedTuple):
     map_size: int
     read_only: bool
     mode: int
-    durable: bool
+    durable: bool | None
     ours: bool
 
 
 class _Shared:
     """One open environment of this process, and who uses it."""
 
-    def __init__(self, env: lmdb.Environment, flags: _Flags, data_file: Path) -> None:
+    def __init__(
+        self, env: lmdb.Environment, data_file: Path, *, read_only: bool, durable: bool
+    ) -> None:
         self.env: lmdb.Environment | None = env
-        self.folder = data_file.parent
+        self.data_file = data_file
         self.file = _identity(data_file)
-        self.read_only = flags.read_only
-        self.durable = flags.durable
+        self.read_only = read_only
+        self.durable = durable
         self.databases: dict[str, Any] = {}
         self.handles = 0
         self._idle = threading.Condition()
@@ -485,17 +482,9 @@ class _Shared:
         """Close for good; nobody holds a handle."""
         env, self.env = self.env, None
         if env is not None:
-            if self.durable or self.read_only:
-                env.close()
-                return
-            try:
-                env.sync(True)
-            except lmdb.Error:
-                env.close()
-                return
             env.close()
-            with suppress(StoreInUse, OSError), _alone(self.folder):
-                unsynced.clear(self.folder)  # the last one out
+            if not self.durable and not self.read_only:
+                power.let_go(self.data_file)
 
     def check_outside(self) -> None:
         """Raise ``RuntimeError`` where this thread is inside a transaction."""
@@ -514,8 +503,7 @@ def _acquire(folder: Path, names: Sequence[str], flags: _Flags) -> _Shared:
         if shared is not None and shared.file != _identity(folder / DATA_FILE):
             shared = None  # that file was removed; those who have it open keep it
         if shared is None:
-            env = _open_lmdb(key, flags)
-            shared = _Shared(env, flags, Path(key) / DATA_FILE)
+            shared = _open_shared(key, flags)
         elif flags.durable and not shared.durable and not flags.read_only:
             raise StoreUnusable(
                 f"{folder}: open in this process without protection from power loss",
@@ -560,71 +548,64 @@ def _release(shared: _Shared) -> None:
             shared.close()
 
 
-def _open_lmdb(folder: str, flags: _Flags) -> lmdb.Environment:
-    read_only = flags.read_only
+def _open_shared(folder: str, flags: _Flags) -> _Shared:
+    file = Path(folder) / DATA_FILE
+    if flags.read_only:
+        file.stat()  # LMDB would make one
+        power.refuse_lost(file)
+        env = _open_lmdb(file, flags, sync=True)
+        return _Shared(env, file, read_only=True, durable=not unsynced.is_marked(file.parent))
+    os.makedirs(folder, mode=flags.mode, exist_ok=True)  # noqa: PTH103
+    mode = flags.mode & 0o666
+    for _ in range(power.TRIES):
+        power.begin_anew(file, mode, empty=flags.ours)
+        durable = power.settle(file, flags.durable, mode)
+        env = _open_lmdb(file, flags, sync=durable)
+        # From here on nobody is alone with the store, so it stays as it is.
+        if durable != unsynced.is_marked(file.parent):
+            return _Shared(env, file, read_only=False, durable=durable)
+        env.close()
+    raise StoreInUse(f"{folder}: others open and close it all the time")
+
+
+def _open_lmdb(file: Path, flags: _Flags, *, sync: bool) -> lmdb.Environment:
+    folder = str(file.parent)
     options: dict[str, Any] = {
         "map_size": flags.map_size,
         "max_dbs": MAX_DATABASES,
         "max_readers": MAX_READERS,
         "metasync": False,
-        "sync": flags.durable,
+        "sync": sync,
         "mode": flags.mode,
     }
-    file = Path(folder) / DATA_FILE
-    if read_only:
-        file.stat()  # LMDB would make one
-    _begin_anew(file, flags)
     short = _refuse_damage(file)
-    if read_only:
+    if flags.read_only:
         try:
             env = lmdb.open(folder, readonly=True, create=False, **options)
         except lmdb.ReadonlyError:
             return lmdb.open(folder, readonly=True, create=False, lock=False, **options)
     else:
-        os.makedirs(folder, mode=flags.mode, exist_ok=True)  # noqa: PTH103
-        if not flags.durable:
-            unsynced.mark(Path(folder))
-        fresh = _identity(file) == (0, 0)
+        fresh = not file.exists() or file.stat().st_size <= 2 * mmap.PAGESIZE
         env = lmdb.open(folder, **options)
         if fresh:
-            env.sync(True)  # before anything is written that needs the first two pages
+            _establish(env, file.parent)
         if flags.mode == 0o700:
-            _tighten(Path(folder))
+            _tighten(file.parent)
         # Nobody compacts while this process has the store open.
-        for left in Path(folder).glob(f"{COPY}*"):
+        for left in file.parent.glob(f"{COPY}*"):
             shutil.rmtree(left, ignore_errors=True)
     env.reader_check()
-    if short and not read_only:
+    if short and not flags.read_only:
         _lengthen(env, file)
     return env
 
 
-def _begin_anew(file: Path, flags: _Flags) -> None:
-    """Remove what a power loss left of a file that was not protected, or that held nothing."""
-    lost = unsynced.is_lost(file.parent)
-    if lost and flags.read_only:
-        raise Damaged(f"{file}: the machine went down while it was not protected", remedy=REBUILD)
-    empty = flags.ours and not flags.read_only and _holds_nothing(file)
-    if not lost and not empty:
-        return
-    with _alone(file.parent):
-        if lost or _holds_nothing(file):
-            file.unlink(missing_ok=True)
-            unsynced.clear(file.parent)
-
-
-def _holds_nothing(file: Path) -> bool:
-    """Whether a file is too short for any commit, and not even that is whole."""
-    from kvkeep.persistence.pages import check_pages
-
-    try:
-        size = file.stat().st_size
-        if not 0 < size <= 2 * mmap.PAGESIZE:
-            return False
-        found = check_pages(file)
-        return bool(found.faults) or found.transaction is None
-    except FileNotFoundError:
-        return False
+def _establish(env: lmdb.Environment, folder: Path) -> None:
+    """Have a new file on the disk before anything is written that needs its first two pages."""
+    env.sync(True)
+    unsynced.sync_folder(folder)
+    with suppress(PermissionError):
+        unsynced.sync_folder(folder.parent)
 
 
 def _refuse_damage(file: Path) -> bool:

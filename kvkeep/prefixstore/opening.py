@@ -11,6 +11,7 @@ from typing import Any
 
 from kvkeep.errors import KvkeepError, NotAStore, StoreExposed, StoreReadOnly, StoreTooNew
 from kvkeep.persistence.lmdb_errors import translate_opening
+from kvkeep.persistence.unsynced import sync_folder, sync_path
 from kvkeep.prefixstore.layout import FORMAT
 
 MARKER = "store.json"
@@ -103,6 +104,7 @@ def _make(file: Path, budget: int | None, mode: int) -> Marker:
     made = file.with_name(UNFINISHED.replace("*", str(os.getpid())))
     made.write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
     made.chmod(mode)
+    sync_path(made)  # a power loss leaves all of it or nothing
     try:
         os.link(made, file)
     except FileExistsError:
@@ -111,4 +113,5 @@ def _make(file: Path, budget: int | None, mode: int) -> Marker:
         made.replace(file)
     finally:
         made.unlink(missing_ok=True)
+    sync_folder(file.parent)
     return marker

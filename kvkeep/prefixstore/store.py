@@ -67,7 +67,7 @@ def open_store(
     eviction: str | None = None,
     state_share: float | None = None,
     allow_shared: bool | None = None,
-    durability: str = "safe",
+    durability: str | None = None,
 ) -> Store:
     """Open the store in folder ``path``, or make one there.
 
@@ -82,10 +82,12 @@ def open_store(
     Events hold no text and no tokens. With ``event_tokens`` a lookup keeps so many token ids,
     at most 64, from where its prompt left what is stored, for ``kvkeep why REQUEST`` to show.
 
-    ``durability`` says what a snapshot survives once its receipt says stored. ``safe``: a power
-    loss; what was not stored yet is lost then, and the store is whole. ``process``: the end of
-    this process, but not of the machine, after which the store is begun anew; fewer waits for
-    the disk. See docs/reliability.md.
+    ``durability`` says what outlives what. ``safe``: what ``flush`` waited for survives a power
+    loss, and the store is whole after one. ``process``: it survives the end of this process, but
+    not of the machine, after which the store is begun anew; nothing waits for the disk. All
+    processes that have a store open have one durability: ``process`` gives way to one that is
+    ``safe``, and ``safe`` is refused beside one that is not. ``None`` is ``safe``, or what
+    others have. See docs/reliability.md.
 
     A folder that other users own or may write is refused, unless ``allow_shared`` says that
     everyone who can write there may read and change all prompts. Without it the environment
@@ -94,7 +96,7 @@ def open_store(
     Raises ``StoreUnusable`` (``NotAStore``, ``StoreTooNew``, ``StoreReadOnly`` …), or
     ``Damaged``.
     """
-    if durability not in DURABILITIES:
+    if durability not in (None, *DURABILITIES):
         raise KvkeepError(
             f"{durability!r} is no durability", remedy=f"Name one of {', '.join(DURABILITIES)}."
         )
@@ -111,7 +113,7 @@ def open_store(
         databases=layout.DATABASES,
         read_only=read_only,
         shared=shared,
-        durable=durability == "safe",
+        durable=None if durability is None else durability == "safe",
         ours=True,
     )
     try:
@@ -389,6 +391,11 @@ class Store:
         self._core.check_writable()
         with self.env.begin(write=True) as txn:
             return remove_pin(txn, int(pin, 16))
+
+    @property
+    def durability(self) -> str:
+        """``safe`` or ``process``: what holds for this store now; see ``kvkeep.open``."""
+        return DURABILITIES[0] if self.env.durable else DURABILITIES[1]
 
     @property
     def eviction(self) -> str:
