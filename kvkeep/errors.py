@@ -9,6 +9,7 @@
     │   ├── EmptyCache                   nothing to store yet
     │   ├── MalformedCache               fields that contradict each other
     │   ├── OffsetMismatch               tokens and caches disagree
+    │   ├── UncommittedRound             a speculative round is open: tokens may be rejected
     │   └── BadTokens                    not a flat sequence of integers
     ├── StoreUnusable                6   the store cannot be opened or written
     │   ├── NotAStore                    the folder holds something else
@@ -21,6 +22,7 @@
     ├── Damaged                      4   stored bytes that are not what was written
     │   └── CorruptFrame                 checksum, length, shape or dtype is wrong
     ├── NewerFormat                  7   a record of a newer format version: kept, not read
+    ├── BadRound                     5   a speculative round out of order; a ValueError as well
     ├── FileRefused                  5   a prompt-cache file that cannot be read
     ├── BadScheme                    5   no cache can be made so; a ValueError as well
     └── IdentityUnknown              5   a space cannot be told apart from others
@@ -80,6 +82,12 @@ class OffsetMismatch(Refused):
     """The tokens and the caches do not cover the same positions."""
 
     remedy = "Hand in exactly the tokens whose keys and values the caches hold."
+
+
+class UncommittedRound(Refused):
+    """A cache in the middle of a speculative round may hold tokens that are rejected."""
+
+    remedy = "Commit or roll back the round before the snapshot."
 
 
 class BadTokens(Refused):
@@ -156,6 +164,12 @@ class NewerFormat(KvkeepError):
 
     exit_code = 7
     remedy = "Upgrade kvkeep to read it."
+
+
+class BadRound(KvkeepError, ValueError):
+    """A speculative round was used out of order, or over caches that cannot be set back."""
+
+    exit_code = 5
 
 
 class FileRefused(KvkeepError):

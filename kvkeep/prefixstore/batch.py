@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvkeep.errors import BatchCache, Refused
+from kvkeep.caches.rounds import check_committed
+from kvkeep.errors import BatchCache, Refused, UncommittedRound
 
 
 def take_row(caches: Sequence[Any], row: int) -> list[Any]:
@@ -13,8 +14,14 @@ def take_row(caches: Sequence[Any], row: int) -> list[Any]:
 
     The batch stays as it is. Rows of recurrent state are views that keep the whole batch
     alive: copy what is needed and drop them. Raises ``Refused`` for a row that is not there,
-    and ``BatchCache`` while a prefill with right padding is not finished.
+    ``BatchCache`` while a prefill with right padding is not finished, and ``UncommittedRound``,
+    naming the layer, while a speculative round is open.
     """
+    for number, cache in enumerate(caches):
+        try:
+            check_committed(cache)
+        except UncommittedRound as error:
+            raise UncommittedRound(f"Layer {number}: {error.problem}") from None
     return [_row(cache, row) for cache in caches]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgpack
 
+from kvkeep.caches.rounds import check_committed
 from kvkeep.codecs import codec_for, codec_named, composite_named
 from kvkeep.codecs.base import Codec, Composite, Description, Reach, RowSpec, Scalar
 from kvkeep.errors import CorruptFrame, EmptyCache, OffsetMismatch, Refused
@@ -262,6 +263,7 @@ def assemble(recipe: Recipe, leaves: Sequence[Any]) -> list[Any]:
 def _flatten(cache: Any, path: str, out: list[tuple[str, Codec, Any, Description]]) -> Tree:
     codec = _codec_of(cache, path)
     with _naming(path, codec.kind):
+        check_committed(cache)
         if isinstance(codec, Composite):
             inner = codec.children(cache)
             return (codec.kind, tuple(_flatten(c, f"{path}.{i}", out) for i, c in enumerate(inner)))
