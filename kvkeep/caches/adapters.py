@@ -61,6 +61,12 @@ def adapt(cache: Any) -> Cache:
     )
 
 
+def kind_of(cache: Any) -> str:
+    """The kind of a cache for messages; of an unknown class its name."""
+    kind = getattr(cache, "kind", None)
+    return kind if isinstance(kind, str) else _KINDS.get(type(cache), type(cache).__name__)
+
+
 class Adapted:
     """One of mlx-lm's caches under the contract. ``cache`` is the cache itself."""
 

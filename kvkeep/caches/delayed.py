@@ -30,9 +30,10 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, Rotat
 
 from kvkeep.caches.adapters import RECORD, floor_of_plain, row_bytes
 from kvkeep.caches.chunked_quant import ChunkedQuantizedKVCache
-from kvkeep.caches.quantized import DenseQuantizedKVCache, QuantizedRows, check_affine, dequantize
+from kvkeep.caches.quantized import DenseQuantizedKVCache, QuantizedRows, dequantize
 from kvkeep.caches.reads import Reads, mask_of
 from kvkeep.caches.rotating_quant import RotatingQuantizedKVCache
+from kvkeep.caches.scheme import check_affine, check_start
 from kvkeep.errors import BadScheme
 
 _KINDS: dict[type, str] = {
@@ -71,8 +72,7 @@ class DelayedKVCache(Reads):
         lent: bool = False,
     ) -> None:
         check_affine(bits, group_size)
-        if type(start) is not int or start < 0:
-            raise BadScheme(f"A start of {start!r} is no offset; valid are 0 and above")
+        check_start(start)
         held: Any = source
         if held is None:
             held = KVCache()  # type: ignore[no-untyped-call]
@@ -117,6 +117,24 @@ class DelayedKVCache(Reads):
         if not self._planes_read:
             raise AttributeError("bits")
         return self.packed_bits
+
+    @property
+    def keys(self) -> Any:
+        """What is held of the keys, rows or planes, with room to grow."""
+        return self.caches[0].keys
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self.caches[0].keys = keys
+
+    @property
+    def values(self) -> Any:
+        """What is held of the values, as ``keys``."""
+        return self.caches[0].values
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self.caches[0].values = values
 
     @property
     def start_position(self) -> int:

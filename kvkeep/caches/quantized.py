@@ -24,23 +24,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from kvkeep.caches.reads import Reads
-from kvkeep.errors import BadScheme
-
-BITS = (2, 3, 4, 5, 6, 8)
-"""Widths that ``mx.quantize`` takes."""
-
-GROUPS = (32, 64, 128)
-"""Values along the head that share a scale and a bias."""
+from kvkeep.caches.scheme import check_affine
 
 Planes = tuple[mx.array, mx.array, mx.array]
 """Packed words, scales and biases, each ``[B, H, T, …]``."""
-
-
-def check_affine(bits: int, group_size: int) -> None:
-    """Raise ``BadScheme`` for a width or a group that ``mx.quantize`` does not take."""
-    for what, value, valid in (("width", bits, BITS), ("group size", group_size, GROUPS)):
-        if isinstance(value, bool) or value not in valid:
-            raise BadScheme(f"Affine quantization has no {what} {value!r}; valid are {_or(valid)}")
 
 
 def quantize(rows: mx.array, group_size: int, bits: int) -> Planes:
@@ -210,7 +197,3 @@ class DenseQuantizedKVCache(QuantizedRows):
 
     def _plain(self) -> Any:
         return KVCache()  # type: ignore[no-untyped-call]
-
-
-def _or(valid: tuple[int, ...]) -> str:
-    return ", ".join(map(str, valid))
