@@ -6,6 +6,8 @@ arrays, ``index`` the slot behind the newest row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvkeep.errors import MalformedCache
 
 
@@ -39,3 +41,16 @@ def layout(
         f"No ring of {max_size} positions that keeps {keep} is at offset {offset} with {slots} "
         f"slots and write index {index}; was it trimmed after it wrapped?"
     )
+
+
+def laid_out(max_size: int, meta: Mapping[str, object] | None, p: int) -> tuple[int, int]:
+    """Slots and index of a ring at ``p``: those of a snapshot, or of the temporal order.
+
+    Raises ``MalformedCache`` where ``meta`` holds no such numbers.
+    """
+    if meta is None:
+        return min(p, max_size), min(p, max_size)
+    slots, index = meta.get("slots"), meta.get("index")
+    if type(slots) is not int or type(index) is not int or slots < 0 or index < 0:
+        raise MalformedCache(f"A ring cannot have {slots!r} slots and write index {index!r}")
+    return slots, index

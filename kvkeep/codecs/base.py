@@ -194,7 +194,10 @@ class Codec(ABC):
 
 
 class Composite(ABC):
-    """A kind that only holds other caches. Its inner kinds are part of its kind."""
+    """A kind that only holds other caches. Its inner kinds are part of its kind.
+
+    What it is made with, ``params``, is recorded with each leaf inside it.
+    """
 
     kind: str
     version: int = 1
@@ -207,9 +210,17 @@ class Composite(ABC):
     def children(self, cache: Any) -> tuple[Any, ...]:
         """The inner caches, in order."""
 
+    def params(self, cache: Any) -> Mapping[str, Scalar]:
+        """What fixes the holder and never changes during its life."""
+        return {}
+
+    def spelled(self, inner: Sequence[str]) -> str:
+        """The kind with the inner kinds, of which ``inner`` are held now."""
+        return f"{self.kind}({','.join(inner)})"
+
     @abstractmethod
-    def assemble(self, children: Sequence[Any]) -> Any:
-        """A holder of ``children``."""
+    def assemble(self, children: Sequence[Any], params: Mapping[str, Scalar]) -> Any:
+        """A holder of ``children``. Raises ``MalformedCache`` where it cannot be."""
 
 
 def itemsize(dtype: str) -> int:
@@ -301,9 +312,12 @@ def committed(cache: Any) -> int:
     return offset
 
 
-def recorded_floor(cache: object, highest: int) -> int | None:
-    """The record of a live cache, an integer in ``[0, highest]``; ``None`` is unknown history."""
-    value = getattr(cache, RECORD, None)
+def recorded_floor(cache: object, highest: int, name: str = RECORD) -> int | None:
+    """The record of a live cache, an integer in ``[0, highest]``; ``None`` is unknown history.
+
+    ``name`` is the attribute that holds it.
+    """
+    value = getattr(cache, name, None)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= highest:
         return value
     return None
@@ -327,3 +341,47 @@ def check_planes(cache: object, planes: Sequence[mx.array], slots: int) -> None:
     lengths = {plane.shape[2] for plane in planes}
     if len(lengths) > 1:
         raise MalformedCache(f"{name} holds arrays of unequal length: {sorted(lengths)}")
+
+
+PARTS = ("packed", "scales", "biases")
+"""The planes of quantized rows, in mlx's order."""
+
+
+def packed_planes(cache: Any) -> dict[str, mx.array]:
+    """The six planes of a cache whose keys and values are quantized, by name.
+
+    Raises ``MalformedCache`` where a side is not packed words, scales and biases.
+    """
+    planes = {}
+    for side, parts in (("keys", cache.keys), ("values", cache.values)):
+        if not isinstance(parts, tuple | list) or len(parts) != len(PARTS):
+            raise MalformedCache(f"{type(cache).__name__}.{side} is not {', '.join(PARTS)}")
+        planes.update({f"{side[0]}.{part}": x for part, x in zip(PARTS, parts, strict=True)})
+    return planes
+
+
+def packed_sides(planes: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Keys and values of ``packed_planes``, each a tuple of three planes."""
+    keys, values = (tuple(planes[f"{side}.{part}"] for part in PARTS) for side in "kv")
+    return keys, values
+
+
+def check_packed(cache: object, planes: Mapping[str, mx.array], bits: int, group_size: int) -> None:
+    """Refuse planes that are not ``bits`` per value in groups of ``group_size``.
+
+    Raises ``MalformedCache``.
+    """
+    name = type(cache).__name__
+    for side in ("k", "v"):
+        dtypes = [dtype_name(planes[f"{side}.{part}"]) for part in PARTS]
+        if dtypes[0] != "uint32" or dtypes[1] != dtypes[2]:
+            raise MalformedCache(
+                f"{name} holds {dtypes[0]} words, {dtypes[1]} scales and {dtypes[2]} biases; "
+                "words are uint32, and the others alike"
+            )
+        packed, scales, biases = (planes[f"{side}.{part}"].shape[3] for part in PARTS)
+        if scales != biases or packed * 32 != scales * group_size * bits:
+            raise MalformedCache(
+                f"{name} holds {packed} packed words, {scales} scales and {biases} biases per "
+                f"row, which is not {bits} bits in groups of {group_size}"
+            )

@@ -16,16 +16,16 @@ Resume
 >>> inner = CODEC.children(CacheList(ArraysCache(size=2), KVCache()))
 >>> [type(cache).__name__ for cache in inner]
 ['ArraysCache', 'KVCache']
->>> CODEC.assemble(inner)[1] is inner[1]
+>>> CODEC.assemble(inner, {})[1] is inner[1]
 True
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvkeep.codecs.base import Composite
+from kvkeep.codecs.base import Composite, Scalar
 from kvkeep.errors import MalformedCache
 
 
@@ -44,7 +44,7 @@ class CacheLists(Composite):
             raise MalformedCache("CacheList holds no caches")
         return tuple(cache.caches)
 
-    def assemble(self, children: Sequence[Any]) -> Any:
+    def assemble(self, children: Sequence[Any], params: Mapping[str, Scalar]) -> Any:
         """A ``CacheList`` of ``children``. Raises ``MalformedCache`` where there are none."""
         if not children:
             raise MalformedCache("A CacheList needs at least one cache")

@@ -5,6 +5,9 @@ Shapes
     [1, H, T, D * bits / 32]``, ``*.scales`` and ``*.biases`` are ``[1, H, T, D / group_size]``
     in the dtype of the source. Groups run along D, so a slice over positions is byte-safe.
 
+    A cache whose planes are read densely (``kvkeep.caches.quantized``) has the parameter ``read``:
+    attention sums otherwise, so what it wrote later are other rows.
+
 Hazards
     Rows are never quantized again. A cache that was converted from full precision at position
     *b* holds rows that were computed by reading full precision; a run that converts elsewhere
@@ -42,11 +45,13 @@ from kvkeep.codecs.base import (
     Reach,
     Scalar,
     Segment,
+    check_packed,
     check_planes,
     committed,
-    dtype_name,
     entry,
     grown,
+    packed_planes,
+    packed_sides,
     recorded_floor,
     row_spec,
     whole,
@@ -56,46 +61,38 @@ from kvkeep.errors import MalformedCache
 if TYPE_CHECKING:
     import mlx.core as mx
 
-_PARTS = ("packed", "scales", "biases")
+DENSE = "dense"
+"""The parameter ``read`` of rows that attention reads in full precision."""
 
 
 class KVQuant(Codec):
-    """``mlx_lm.models.cache.QuantizedKVCache``."""
+    """``mlx_lm.models.cache.QuantizedKVCache``, and ours that is read densely."""
 
     kind = "kv-quant"
 
     def matches(self, cache: object) -> bool:
-        """Whether ``cache`` is a ``QuantizedKVCache``."""
-        return type(cache) is _cache_class()
+        """Whether ``cache`` is a ``QuantizedKVCache``, or one of ours with a dense read."""
+        return type(cache) in (_cache_class(), _dense_class())
 
     def describe(self, cache: Any) -> Description:
         """Rows ``[0, offset)``; the floor is the boundary."""
         offset = committed(cache)
-        bits, group_size = whole(cache, "bits"), whole(cache, "group_size")
-        for side, parts in (("keys", cache.keys), ("values", cache.values)):
-            if not isinstance(parts, tuple | list) or len(parts) != len(_PARTS):
-                raise MalformedCache(f"QuantizedKVCache.{side} is not {', '.join(_PARTS)}")
-        planes = self.planes(cache)
+        dense = type(cache) is not _cache_class()
+        bits = whole(cache, "packed_bits" if dense else "bits")
+        group_size = whole(cache, "group_size")
+        planes = packed_planes(cache)
         check_planes(cache, tuple(planes.values()), offset)
-        for side in ("k", "v"):
-            dtypes = [dtype_name(planes[f"{side}.{part}"]) for part in _PARTS]
-            if dtypes[0] != "uint32" or dtypes[1] != dtypes[2]:
-                raise MalformedCache(
-                    f"QuantizedKVCache holds {dtypes[0]} words, {dtypes[1]} scales and "
-                    f"{dtypes[2]} biases; words are uint32, and the others alike"
-                )
-            packed, scales, biases = (planes[f"{side}.{part}"].shape[3] for part in _PARTS)
-            if scales != biases or packed * 32 != scales * group_size * bits:
-                raise MalformedCache(
-                    f"QuantizedKVCache holds {packed} packed words, {scales} scales and {biases} "
-                    f"biases per row, which is not {bits} bits in groups of {group_size}"
-                )
+        check_packed(cache, planes, bits, group_size)
         recorded = recorded_floor(cache, offset)
         boundary = offset if recorded is None else recorded
         return Description(
             kind=self.kind,
             version=self.version,
-            params={"bits": bits, "group_size": group_size},
+            params={
+                "bits": bits,
+                "group_size": group_size,
+                **({"read": DENSE} if dense else {}),
+            },
             offset=offset,
             floor=boundary,
             reach=Reach(),
@@ -106,11 +103,7 @@ class KVQuant(Codec):
 
     def planes(self, cache: Any) -> dict[str, mx.array]:
         """The six row tensors with their capacity."""
-        return {
-            f"{side}.{part}": plane
-            for side, parts in (("k", cache.keys), ("v", cache.values))
-            for part, plane in zip(_PARTS, parts, strict=True)
-        }
+        return packed_planes(cache)
 
     def place(self, params: Mapping[str, Scalar], meta: Meta | None, p: int) -> Placement:
         """Positions ``[0, p)`` in the slots ``[0, p)``."""
@@ -125,18 +118,27 @@ class KVQuant(Codec):
         tensors: Mapping[str, mx.array],
         boundary: int | None,
     ) -> Any:
-        """A ``QuantizedKVCache`` at ``p`` that records its boundary.
+        """The cache at ``p``, which records its boundary.
 
         Raises ``MalformedCache`` below the boundary.
         """
         if boundary is not None and boundary > p:
             raise MalformedCache(f"Rows converted at {boundary} cannot resume at {p}")
-        cache = _cache_class()(entry(params, "group_size"), entry(params, "bits"))
-        cache.keys = tuple(planes[f"k.{part}"] for part in _PARTS)
-        cache.values = tuple(planes[f"v.{part}"] for part in _PARTS)
+        bits, group_size = entry(params, "bits"), entry(params, "group_size")
+        if params.get("read") == DENSE:
+            cache = _dense_class()(bits, group_size)
+        else:
+            cache = _cache_class()(group_size, bits)
+        cache.keys, cache.values = packed_sides(planes)
         cache.offset = p
         setattr(cache, RECORD, p if boundary is None else boundary)
         return cache
+
+
+def _dense_class() -> Any:
+    from kvkeep.caches.quantized import DenseQuantizedKVCache
+
+    return DenseQuantizedKVCache
 
 
 def _cache_class() -> Any:

@@ -126,7 +126,7 @@ class KVRotating(Codec):
         Raises ``MalformedCache`` where ``meta`` is not that of a ring at ``p``.
         """
         max_size, keep = entry(params, "max_size"), entry(params, "keep")
-        slots, index = _laid_out(max_size, meta, p)
+        slots, index = ring.laid_out(max_size, meta, p)
         segments = _layout(p, slots, index, max_size, keep)
         return Placement(slots if p >= max_size else min(max_size, grown(p)), segments)
 
@@ -143,15 +143,9 @@ class KVRotating(Codec):
         max_size = entry(params, "max_size")
         cache = _cache_class()(max_size, entry(params, "keep"))
         cache.keys, cache.values, cache.offset = planes["k"], planes["v"], p
-        slots, cache._idx = _laid_out(max_size, meta, p)
+        slots, cache._idx = ring.laid_out(max_size, meta, p)
         setattr(cache, RECORD, ring.floor(p, slots, max_size))
         return cache
-
-
-def _laid_out(max_size: int, meta: Meta | None, p: int) -> tuple[int, int]:
-    if meta is None:
-        return min(p, max_size), min(p, max_size)
-    return entry(meta, "slots"), entry(meta, "index")
 
 
 def _is_doubtful(cache: Any) -> bool:

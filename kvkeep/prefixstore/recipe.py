@@ -1,7 +1,8 @@
 """Live caches as a recipe: one kind, its parameters and its boundary per layer, in order.
 
 Composites are flattened here, so that a codec never needs the registry. A leaf's path is
-its place: ``"3"`` is the fourth cache, ``"3.1"`` the second inside it.
+its place: ``"3"`` is the fourth cache, ``"3.1"`` the second inside it. What a composite was made
+with is recorded among its leaves' parameters, under ``<kind>.<name>``.
 
 Rows belong to a recipe. Layers that read the same positions form a *family* and are stored
 together, so that one chunk holds all of them for a range of tokens. Two recipes never share
@@ -12,10 +13,11 @@ was computed from the converted ones.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -23,7 +25,7 @@ import msgpack
 from kvkeep.caches.rounds import check_committed
 from kvkeep.codecs import codec_for, codec_named, composite_named
 from kvkeep.codecs.base import Codec, Composite, Description, Reach, RowSpec, Scalar
-from kvkeep.errors import CorruptFrame, EmptyCache, OffsetMismatch, Refused
+from kvkeep.errors import CorruptFrame, EmptyCache, NewerFormat, OffsetMismatch, Refused
 from kvkeep.persistence.frame import MOST_AXES, MOST_NAME
 from kvkeep.persistence.packing import unpack_plain
 from kvkeep.persistence.tensors import HOST_DTYPES
@@ -256,18 +258,31 @@ def refuse_stale(caches: Sequence[Any], tokens: int) -> None:
 
 def assemble(recipe: Recipe, leaves: Sequence[Any]) -> list[Any]:
     """The cache list of ``recipe`` from its leaves, in order."""
-    by_path = {layer.path: leaf for layer, leaf in zip(recipe.layers, leaves, strict=True)}
-    return [_join(node, by_path) for node in recipe.tree]
+    pairs = zip(recipe.layers, leaves, strict=True)
+    by_path = {layer.path: (leaf, dict(layer.params)) for layer, leaf in pairs}
+    return [_join(node, by_path)[0] for node in recipe.tree]
 
 
-def _flatten(cache: Any, path: str, out: list[tuple[str, Codec, Any, Description]]) -> Tree:
+def _flatten(
+    cache: Any,
+    path: str,
+    out: list[tuple[str, Codec, Any, Description]],
+    held: Mapping[str, Scalar] = MappingProxyType({}),
+) -> Tree:
+    """The node of ``cache``; its leaves go to ``out``, with the parameters of what holds them."""
     codec = _codec_of(cache, path)
     with _naming(path, codec.kind):
         check_committed(cache)
         if isinstance(codec, Composite):
             inner = codec.children(cache)
-            return (codec.kind, tuple(_flatten(c, f"{path}.{i}", out) for i, c in enumerate(inner)))
-        out.append((path, codec, cache, codec.describe(cache)))
+            own = {f"{codec.kind}.{name}": x for name, x in codec.params(cache).items()}
+            below = {**held, **own}
+            return (
+                codec.kind,
+                tuple(_flatten(c, f"{path}.{i}", out, below) for i, c in enumerate(inner)),
+            )
+        facts = codec.describe(cache)
+        out.append((path, codec, cache, replace(facts, params={**facts.params, **held})))
         return path
 
 
@@ -277,7 +292,7 @@ def _kind_of(cache: Any, path: str) -> str:
         return codec.kind
     with _naming(path, codec.kind):
         inner = codec.children(cache)
-        return f"{codec.kind}({','.join(_kind_of(c, f'{path}.{i}') for i, c in enumerate(inner))})"
+        return codec.spelled([_kind_of(c, f"{path}.{i}") for i, c in enumerate(inner)])
 
 
 def _codec_of(cache: Any, path: str) -> Codec | Composite:
@@ -300,12 +315,23 @@ def _naming(path: str, kind: str = "") -> Iterator[None]:
 def _spell(node: Tree, kinds: dict[str, str]) -> str:
     if isinstance(node, str):
         return kinds[node]
-    kind, inner = node
-    return f"{kind}({','.join(_spell(x, kinds) for x in inner)})"
+    kind, below = node
+    inner = [_spell(x, kinds) for x in below]
+    try:
+        return composite_named(kind, 1).spelled(inner)
+    except NewerFormat:
+        return f"{kind}({','.join(inner)})"
 
 
-def _join(node: Tree, leaves: dict[str, Any]) -> Any:
+def _join(
+    node: Tree, leaves: dict[str, tuple[Any, dict[str, Scalar]]]
+) -> tuple[Any, dict[str, Scalar]]:
+    """A cache, and the parameters that were recorded with its first leaf."""
     if isinstance(node, str):
         return leaves[node]
-    kind, inner = node
-    return composite_named(kind, 1).assemble([_join(x, leaves) for x in inner])
+    kind, below = node
+    inner = [_join(x, leaves) for x in below]
+    recorded = inner[0][1] if inner else {}
+    prefix = f"{kind}."
+    own = {k.removeprefix(prefix): x for k, x in recorded.items() if k.startswith(prefix)}
+    return composite_named(kind, 1).assemble([cache for cache, _ in inner], own), recorded

@@ -17,7 +17,7 @@ def rebuilt(cache, p):
     """``cache`` copied out and in, leaf by leaf."""
     codec = codec_for(cache)
     if isinstance(codec, Composite):
-        return codec.assemble([rebuilt(inner, p) for inner in codec.children(cache)])
+        return codec.assemble([rebuilt(inner, p) for inner in codec.children(cache)], {})
     return give(codec, take(codec, cache), p, snapshot=True)
 
 
@@ -86,7 +86,7 @@ def test_children_in_a_list_after_a_load():
 def test_children_are_the_live_ones():
     inner = (KVCache(), KVCache())
     assert CODEC.children(CacheList(*inner)) == inner
-    assert CODEC.assemble(inner).caches == inner
+    assert CODEC.assemble(inner, {}).caches == inner
 
 
 @pytest.mark.parametrize("caches", [(), [], None])
@@ -96,7 +96,7 @@ def test_refuses_a_list_of_nothing(caches):
     with pytest.raises(MalformedCache, match="holds no caches"):
         CODEC.children(live)
     with pytest.raises(MalformedCache, match="at least one"):
-        CODEC.assemble([])
+        CODEC.assemble([], {})
 
 
 def test_is_named_as_a_holder():

@@ -1,4 +1,4 @@
-"""Every cache class of the installed mlx-lm has one codec, or a reason why it has none."""
+"""Every cache class of the installed mlx-lm, and of ours, has one codec or a reason for none."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import mlx_lm.models
 import pytest
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
+import kvkeep.caches
 from kvkeep.codecs import CODECS, codec_for
 from kvkeep.errors import BatchCache
 
@@ -28,13 +29,17 @@ BATCHES = {
 UNCLAIMED = {
     "mlx_lm.models.cache._BaseCache": "the abstract base of the others; no model makes one",
     "mlx_lm.models.cache.TokenBuffer": "token ids of one generation, not a cache of a model",
+    "kvkeep.caches.quantized.QuantizedRows": "the abstract base of those that hold planes",
 }
 
 
 def modules():
-    """Every module of mlx_lm.models, and the names of those that cannot be imported here."""
+    """Every module with caches, and the names of those that cannot be imported here."""
     found, broken = [], []
-    for info in pkgutil.iter_modules(mlx_lm.models.__path__, "mlx_lm.models."):
+    for info in (
+        *pkgutil.iter_modules(mlx_lm.models.__path__, "mlx_lm.models."),
+        *pkgutil.iter_modules(kvkeep.caches.__path__, "kvkeep.caches."),
+    ):
         try:
             found.append(import_module(info.name))
         except (ImportError, SystemExit):
@@ -75,8 +80,8 @@ def test_every_class_has_one_codec_or_a_reason():
     found, _ = modules()
     verdicts = {name(cls): verdict(cls) for cls in cache_classes(found)}
     unknown = [cls for cls, what in verdicts.items() if what is None]
-    assert not unknown, f"mlx-lm has caches that no codec claims: {unknown}; docs/add-a-kind.md"
-    assert sorted(CODECS) == sorted(what for what in verdicts.values() if what in CODECS)
+    assert not unknown, f"there are caches that no codec claims: {unknown}; docs/add-a-kind.md"
+    assert sorted(CODECS) == sorted({what for what in verdicts.values() if what in CODECS})
     assert [what for what in verdicts.values() if what == "a batch layout"] == [
         "a batch layout"
     ] * len(BATCHES)
