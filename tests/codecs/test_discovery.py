@@ -29,6 +29,7 @@ KINDS = [
     "kv-quant",
     "kv-rotating",
     "kv-rotating-quant",
+    "kv-turboquant",
     "list",
 ]
 
