@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvkeep.errors import CorruptFrame, NewerFormat
@@ -11,7 +12,8 @@ from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.records import Node, unpack
 from kvkeep.prefixstore.tenants import key_of, read_tenant
-from kvkeep.prefixstore.trie import Path, held_on, load_recipe
+from kvkeep.prefixstore.shelf import mark_of
+from kvkeep.prefixstore.trie import Path, has_children, held_on, load_recipe
 from kvkeep.prefixstore.ttl import NANOSECONDS, read_ttl
 
 
@@ -92,19 +94,19 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
             identity, created = Identity.unpack(value)
         except CorruptFrame:
             identity, created = Identity((), "damaged record"), 0.0
-        found = list(nodes(txn, key))
-        inner = {layout.from_u64(node.key[16:24]) for node in found}
-        recipes = {r for node in found for r in node.recipes}
+        found = _Found()
+        for node in nodes(txn, key):
+            found.add(txn, node)
         yield SpaceInfo(
             id=key.hex(),
             label=identity.label,
             fields=dict(identity.fields),
-            kinds=kinds_of(txn, recipes),
-            conversations=sum(node.id not in inner for node in found),
-            nodes=len(found),
-            bytes=sum(bytes_of(node) for node in found),
+            kinds=kinds_of(txn, found.recipes),
+            conversations=found.leaves,
+            nodes=found.nodes,
+            bytes=found.bytes,
             created=created,
-            last_use=max((last_use(txn, node) for node in found), default=0.0),
+            last_use=found.last_use,
             ttl=ttl / NANOSECONDS if (ttl := read_ttl(txn, key)) is not None else None,
             quota=read_tenant(txn, key_of(identity)).quota or None,
         )
@@ -113,10 +115,8 @@ def spaces(txn: Transaction) -> Iterator[SpaceInfo]:
 def conversations(txn: Transaction) -> Iterator[Conversation]:
     """Every leaf of the trie."""
     for key in txn.keys("spaces"):
-        found = list(nodes(txn, key))
-        inner = {layout.from_u64(node.key[16:24]) for node in found}
-        for node in found:
-            if node.id not in inner:
+        for node in nodes(txn, key):
+            if not has_children(txn, key, node.id):
                 yield Conversation(
                     id=f"{node.id:x}",
                     space=key.hex(),
@@ -156,17 +156,15 @@ def inspect(txn: Transaction, path: Path, tokens: int) -> PathInfo:
 
 def conversation_tokens(txn: Transaction, conversation: str) -> list[int]:
     """The tokens of a conversation, by the id that ``conversations`` gave. Empty if unknown."""
-    wanted = int(conversation, 16)
-    for key in txn.keys("spaces"):
-        by_id = {node.id: node for node in nodes(txn, key)}
-        if wanted in by_id:
-            out: list[int] = []
-            at = wanted
-            while at in by_id:
-                out = by_id[at].tokens.tolist() + out
-                at = layout.from_u64(by_id[at].key[16:24])
-            return out
-    return []
+    runs: list[list[int]] = []
+    at = int(conversation, 16)
+    while at != layout.ROOT:
+        node = _node(txn, at)
+        if node is None:
+            return []
+        runs.append(node.tokens.tolist())
+        at = layout.from_u64(node.key[16:24])
+    return [token for run in reversed(runs) for token in run]
 
 
 def nodes(txn: Transaction, space: bytes) -> Iterator[Node]:
@@ -176,6 +174,35 @@ def nodes(txn: Transaction, space: bytes) -> Iterator[Node]:
             yield unpack(key, data)
         except (CorruptFrame, NewerFormat):
             continue
+
+
+def _node(txn: Transaction, node_id: int) -> Node | None:
+    """A node by its id; ``None`` where there is none, or it cannot be read."""
+    mark = mark_of(txn, node_id)
+    data = txn.get("nodes", mark.key) if mark is not None else None
+    if mark is None or data is None:
+        return None
+    with suppress(CorruptFrame, NewerFormat):
+        node = unpack(mark.key, data)
+        return node if node.id == node_id else None
+    return None
+
+
+class _Found:
+    """What the nodes of a space add up to. They are counted as they are read, and not kept."""
+
+    def __init__(self) -> None:
+        self.nodes = self.leaves = self.bytes = 0
+        self.last_use = 0.0
+        self.recipes: set[bytes] = set()
+
+    def add(self, txn: Transaction, node: Node) -> None:
+        """Count one more node."""
+        self.nodes += 1
+        self.leaves += not has_children(txn, node.space, node.id)
+        self.bytes += bytes_of(node)
+        self.last_use = max(self.last_use, last_use(txn, node))
+        self.recipes.update(node.recipes)
 
 
 def bytes_of(node: Node) -> int:

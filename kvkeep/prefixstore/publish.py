@@ -15,7 +15,7 @@ from kvkeep.prefixstore.ranges import Ranges, clip, covers, merged, subtract
 from kvkeep.prefixstore.recipe import Recipe
 from kvkeep.prefixstore.records import Node, PointRecord, Stored, check_of, detach
 from kvkeep.prefixstore.tokens import Tokens
-from kvkeep.prefixstore.trie import held_on, load_recipe, walk
+from kvkeep.prefixstore.trie import Path, held_on, load_recipe, walk
 
 
 class Vanished(Exception):
@@ -64,8 +64,8 @@ def publish(
     ledger.space = snapshot.space
     if load_recipe(txn, snapshot.recipe.id) is None:
         txn.put("recipes", snapshot.recipe.id, snapshot.recipe.packed)
-    nodes, returned = _insert(ledger, snapshot)
-    path = walk(txn, snapshot.space, snapshot.tokens)
+    nodes, stored, returned = _insert(ledger, snapshot)
+    path = Path(tuple(nodes.values()), offset)
     known = {
         family: held.coverage(family)
         for held in held_on(txn, path, quarantined)
@@ -82,8 +82,9 @@ def publish(
     if not all(covers(known.get(family, ()), needs) for family, needs in snapshot.needs):
         raise Vanished("rows that this snapshot builds on are no longer stored")
     written += _hang(ledger, nodes, snapshot, state, quarantined)
-    for node in nodes.values():
-        ledger.put_node(node)
+    for start, node in nodes.items():
+        if node is not stored.get(start):
+            ledger.put_node(node)
     on_path = [nodes[start] for start in sorted(nodes) if start < offset]
     ledger.touch(on_path, returned=returned)
     ledger.states.rank(_states(on_path, snapshot.recipe.id, offset))
@@ -100,16 +101,20 @@ def _states(path: Sequence[Node], recipe: bytes, offset: int) -> list[tuple[int,
     ]
 
 
-def _insert(ledger: Ledger, snapshot: Snapshot) -> tuple[dict[int, Node], bool]:
+def _insert(
+    ledger: Ledger, snapshot: Snapshot
+) -> tuple[dict[int, Node], dict[int, Node], bool]:
     """The nodes along the tokens, by start offset, with the missing tail appended.
 
-    And whether that tail was stored before, and evicted not long ago.
+    Then those of them that are stored just so, and whether the tail was stored before, and
+    evicted not long ago.
     """
     txn, tokens = ledger.txn, snapshot.tokens
     path = walk(txn, snapshot.space, tokens)
     if path.broken is not None:
         raise Vanished("the stored path has a damaged or newer record in it")
     nodes, returned = [detach(node) for node in path.nodes], False
+    stored = {node.start: node for node in nodes}
     if path.matched < len(tokens):
         returned = what_became(txn, snapshot.space, tokens, path.matched) == EVICTED
         if nodes and path.matched < nodes[-1].stop:
@@ -118,7 +123,7 @@ def _insert(ledger: Ledger, snapshot: Snapshot) -> tuple[dict[int, Node], bool]:
         tail = tokens[path.matched :]
         key = layout.node_key(snapshot.space, parent, int(tail[0]))
         nodes.append(Node(ledger.new_id(), key, path.matched, tail))
-    return {node.start: node for node in nodes}, returned
+    return {node.start: node for node in nodes}, stored, returned
 
 
 def split(ledger: Ledger, node: Node, at: int) -> Node:

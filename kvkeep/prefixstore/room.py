@@ -47,6 +47,11 @@ class Room:
     why: str = BUDGET
     gone: Tally = field(default_factory=Tally)
 
+    def is_due(self, space: bytes, more: int) -> bool:
+        """Whether ``make`` could have anything to do."""
+        txn = self.ledger.txn
+        return bool(self._over(space, more) or txn.count("ttls") or txn.count("pins"))
+
     def make(self, space: bytes, more: int, more_state: int = 0) -> str:
         """Make room for ``more`` bytes of ``space``, of these ``more_state`` of a state.
 

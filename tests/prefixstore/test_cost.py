@@ -10,8 +10,10 @@ from mlx_lm.models.cache import make_prompt_cache
 import kvkeep
 from benchmarks.turns import conversation
 from kvkeep.hooks.prefill import prefill
+from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore.records import unpack
 from tests import architectures
+from tests.prefixstore.shapes import make
 
 TURNS = 100
 NAMES = ("llama", "gemma3_text", "qwen3_next")
@@ -95,3 +97,33 @@ def test_a_ring_comes_back_at_any_offset_whose_window_was_ever_held(tmp_path):
             mx.eval([c.state for c in hit.caches])
             resumed += all(c.offset == offset for c in hit.caches)
     assert resumed == 89
+
+
+def test_a_turn_writes_no_record_again_that_lies_above_it(tmp_path, monkeypatch):
+    written = []
+    put = Transaction.put
+
+    def counted(txn, database, key, value, **options):
+        written.append((database, bytes(key), len(value)))
+        put(txn, database, key, value, **options)
+
+    monkeypatch.setattr(Transaction, "put", counted)
+    prompt = list(range(3000))
+    with kvkeep.open(tmp_path / "store", max_bytes="1GB", disk_reserve=1) as store:
+        space = store.space(identity={}, layout=make("plain", ()))
+        for turn in range(10):
+            tokens = [*prompt, *range(turn * 5)]
+            store.flush()
+            written.clear()
+            assert space.snapshot(tokens, make("plain", tokens)).stored
+            nodes = [size for database, _, size in written if database == "nodes"]
+            assert len(nodes) == 1
+            if turn:
+                assert nodes[0] < 1000, "the prompt's record, with all its tokens, stays"
+        # A turn that parts from the path in the middle of an edge splits that one.
+        written.clear()
+        tokens = [*prompt, *range(12), 7, 7]
+        assert space.snapshot(tokens, make("plain", tokens)).stored
+        changed = {key for database, key, _ in written if database == "nodes"}
+        assert len(changed) == 3
+        assert store.verify().problems == []
