@@ -11,8 +11,8 @@ from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.records import Node, unpack
-from kvkeep.prefixstore.tenants import key_of, read_tenant
 from kvkeep.prefixstore.shelf import mark_of
+from kvkeep.prefixstore.tenants import key_of, read_tenant
 from kvkeep.prefixstore.trie import Path, has_children, held_on, load_recipe
 from kvkeep.prefixstore.ttl import NANOSECONDS, read_ttl
 

@@ -101,9 +101,7 @@ def _states(path: Sequence[Node], recipe: bytes, offset: int) -> list[tuple[int,
     ]
 
 
-def _insert(
-    ledger: Ledger, snapshot: Snapshot
-) -> tuple[dict[int, Node], dict[int, Node], bool]:
+def _insert(ledger: Ledger, snapshot: Snapshot) -> tuple[dict[int, Node], dict[int, Node], bool]:
     """The nodes along the tokens, by start offset, with the missing tail appended.
 
     Then those of them that are stored just so, and whether the tail was stored before, and
