@@ -469,11 +469,20 @@ def _part(path: str, cache: Any, owner: Any) -> _Part:
         if is_gated_delta(owner):
             return _Recurrent(path, cache, owner)
         raise BadRound(f"{name} holds the state of no gated-delta layer", remedy=_REMEDY)
-    if hasattr(cache, "max_size"):
+    if _slides(cache):
         return _Ring(path, cache)
     if callable(getattr(cache, "trim", None)) and callable(getattr(cache, "is_trimmable", None)):
         return _Trimmed(path, cache)
     raise BadRound(f"{name} can be neither trimmed nor set back", remedy=_REMEDY)
+
+
+def _slides(cache: Any) -> bool:
+    """Whether old positions are dropped as new ones come, so that a trim may not be enough."""
+    if _is(cache, "ChunkedKVCache"):
+        # Its front is cut before a forward, by what the chunk does not need any more.
+        return False
+    inner: Any = getattr(cache, "caches", ())
+    return hasattr(cache, "max_size") or hasattr(cache, "chunk_size") or any(map(_slides, inner))
 
 
 def _is(cache: object, name: str) -> bool:

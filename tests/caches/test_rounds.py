@@ -16,6 +16,7 @@ from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
     CacheList,
+    ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
@@ -24,7 +25,12 @@ from mlx_lm.models.cache import (
 )
 
 import kvkeep
+from kvkeep.caches.chunked_quant import ChunkedQuantizedKVCache
+from kvkeep.caches.delayed import DelayedKVCache
+from kvkeep.caches.quantized import DenseQuantizedKVCache
+from kvkeep.caches.rotating_quant import RotatingQuantizedKVCache
 from kvkeep.caches.rounds import METHODS, OPEN, Rounds
+from kvkeep.caches.turboquant import TurboQuantKVCache
 from kvkeep.errors import BadRound, UncommittedRound
 from tests.conformance import models
 
@@ -490,6 +496,17 @@ KINDS = {
     "kv": (KVCache, (300,)),
     "quantized": (QuantizedKVCache, (20,)),
     "concatenated": (ConcatenateKVCache, (20,)),
+    "chunked": (lambda: ChunkedKVCache(16), (20,)),
+    "read densely": (lambda: DenseQuantizedKVCache(bits=4, group_size=32), (20,)),
+    "quantized ring": (lambda: RotatingQuantizedKVCache(32, bits=4, group_size=32), (50, 1)),
+    "quantized chunks": (lambda: ChunkedQuantizedKVCache(16, bits=4, group_size=32), (20,)),
+    "turboquant": (TurboQuantKVCache, (20,)),
+    "delayed": (lambda: DelayedKVCache(bits=4, group_size=32, start=1000), (20,)),
+    "delayed, converted": (lambda: DelayedKVCache(bits=4, group_size=32, start=5), (20, 1)),
+    "delayed ring": (
+        lambda: DelayedKVCache(bits=4, group_size=32, start=53, source=RotatingKVCache(32)),
+        (50,),
+    ),
     "ring, not full": (lambda: RotatingKVCache(32, keep=2), (20, 1, 1)),
     "ring that wraps in the window": (lambda: RotatingKVCache(32, keep=2), (30,)),
     "ring after a prefill": (lambda: RotatingKVCache(32), (50,)),
