@@ -29,6 +29,7 @@ BATCHES = {
 UNCLAIMED = {
     "mlx_lm.models.cache._BaseCache": "the abstract base of the others; no model makes one",
     "mlx_lm.models.cache.TokenBuffer": "token ids of one generation, not a cache of a model",
+    "kvkeep.caches.positions.Traced": "the inside of a traced step; the cache around it is stored",
     "kvkeep.caches.quantized.QuantizedRows": "the abstract base of those that hold planes",
 }
 
