@@ -39,6 +39,15 @@ MEMORY = ("--prompt-cache-size", "--prompt-cache-bytes")
     help="Tokens between resume points inside a long prompt; 0 takes none.",
 )
 @click.option(
+    "--generation-checkpoints",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Store an unfinished answer every N tokens, so that after a crash the same request goes "
+    "on with it; 0 does not. For requests with temperature 0 or a seed.",
+)
+@click.option(
     "--exact",
     is_flag=True,
     help="Store and resume only whole prefill steps, one request at a time and nothing in "
@@ -59,6 +68,7 @@ MEMORY = ("--prompt-cache-size", "--prompt-cache-bytes")
     help="Keep this server's prompts apart from those stored under any other salt.",
 )
 @options.budget
+@options.durability
 @options.placed
 @options.traced
 @click.argument("server_options", nargs=-1, type=click.UNPROCESSED, metavar="")
@@ -66,8 +76,10 @@ def command(
     server_options: tuple[str, ...],
     store: Path,
     max_bytes: int | None,
+    durability: str | None,
     disk_reserve: int,
     checkpoint_every: int,
+    generation_checkpoints: int,
     exact: bool,
     flush_seconds: float,
     salt: str | None,
@@ -82,13 +94,13 @@ def command(
       kvkeep serve --model MODEL --port 8080
       kvkeep serve --model MODEL --kv-bits 8 --max-bytes 100GB
     """
-    _check(server_options, exact)
+    _check(server_options, exact, generation_checkpoints)
     from kvkeep.hooks.mlx_server import Settings, check_version, serve
     from kvkeep.prefixstore.store import open_store
 
     check_version()
-    settings = Settings(checkpoint_every, exact, salt, flush_seconds)
-    opened = open_store(store, max_bytes, disk_reserve=disk_reserve)
+    settings = Settings(checkpoint_every, generation_checkpoints, exact, salt, flush_seconds)
+    opened = open_store(store, max_bytes, disk_reserve=disk_reserve, durability=durability)
     if serve(opened, settings, server_options):
         opened.close()
         _leave(0)
@@ -109,13 +121,23 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _check(given: tuple[str, ...], exact: bool) -> None:
+def _check(given: tuple[str, ...], exact: bool, generation_checkpoints: int) -> None:
     """Refuse options that contradict each other, before anything is loaded."""
     names = {word.partition("=")[0] for word in given}
     if exact and names & set(SPECULATIVE):
         raise click.UsageError(
             "--exact and --draft-model contradict each other: what a draft model proposes is "
             "not read in whole prefill steps."
+        )
+    if exact and generation_checkpoints:
+        raise click.UsageError(
+            "--exact and --generation-checkpoints contradict each other: what an answer has added "
+            "was not read in whole prefill steps."
+        )
+    if generation_checkpoints and names & set(SPECULATIVE):
+        raise click.UsageError(
+            "--generation-checkpoints and --draft-model contradict each other: how often a sampler "
+            "drew depends on what the draft model proposed."
         )
     if exact and names & set(MEMORY):
         raise click.UsageError(

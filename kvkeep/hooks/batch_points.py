@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
+from kvkeep.hooks.answers import AdvancedStops, Answer
 from kvkeep.hooks.keeper import Keeper
 from kvkeep.prefixstore.batch import take_row
 
@@ -25,29 +27,47 @@ class KeepingBatchGenerator(generate.BatchGenerator):  # type: ignore[misc]
         self._keeper = keeper
         self._reached: dict[int, int] = {}
         self._kept: dict[int, int] = {}
+        self._answers: dict[int, Answer] = {}
+        self._again: list[Any] = []
         keeper.batch = self
 
     def insert_segments(self, segments: Any, *args: Any, **options: Any) -> Any:
-        """As before; notes how many tokens of each prompt were resumed."""
+        """As before; notes how many tokens of each prompt were resumed.
+
+        An answer that was cut off goes on: its last token is read as a prompt's last one is.
+        """
+        answer = self._keeper.take_answer()
+        if answer is not None and answer.said:
+            segments = [[answer.said[-1:]]]
+            options["all_tokens"] = [[*answer.prompt, *answer.said[:-1]]]
+            options["max_tokens"] = [options["max_tokens"][0] - len(answer.said)]
+            options["stop_sequences"] = [AdvancedStops(options["stop_sequences"][0], answer.said)]
         uids = super().insert_segments(segments, *args, **options)
+        if answer is not None:
+            self._answers[uids[0]] = answer
+            self._again += [_told(uids[0], token) for token in answer.said]
         resumed = options.get("all_tokens") or [[] for _ in uids]
         for uid, done in zip(uids, resumed, strict=True):
             self._reached[uid] = self._kept[uid] = len(done)
         return uids
 
     def next(self) -> Any:
-        """One step; then resume points where an interval of a prompt is behind."""
+        """One step; then resume points where an interval of a prompt, or an answer, is behind."""
         started = time.perf_counter()
         prompts, answers = super().next()
         seconds = time.perf_counter() - started
         self._keeper.guard("checkpoint", lambda: self._after(prompts, answers, seconds), None)
-        return prompts, answers
+        self._keeper.guard("checkpoint", lambda: self._answered(answers), None)
+        again, self._again = self._again, []
+        return prompts, again + answers
 
     def remove(self, uids: Any, *args: Any, **options: Any) -> Any:
         """As before; what the rows had done is kept."""
         uids = list(uids)
         self._keeper.guard("cancellation", lambda: self.keep(uids), None)
         self._forget(uids)
+        for uid in uids:
+            self._answers.pop(uid, None)
         return super().remove(uids, *args, **options)
 
     def close(self) -> None:
@@ -91,10 +111,32 @@ class KeepingBatchGenerator(generate.BatchGenerator):  # type: ignore[misc]
         if read and not answers:
             self._keeper.cache.measured(read, seconds)
 
+    def _answered(self, answers: Sequence[Any]) -> None:
+        batch = self._generation_batch
+        for response in answers:
+            answer = self._answers.get(response.uid)
+            if answer is None:
+                continue
+            if response.finish_reason is not None:
+                del self._answers[response.uid]
+                answer.finished()
+            else:
+                row = batch.uids.index(response.uid)
+                self._keeper.said(
+                    answer, response.token, partial(row_view, batch.prompt_cache, row)
+                )
+
     def _forget(self, uids: Iterable[int]) -> None:
         for uid in uids:
             self._reached.pop(uid, None)
             self._kept.pop(uid, None)
+
+
+def _told(uid: int, token: int) -> Any:
+    import mlx.core as mx
+
+    unknown = mx.broadcast_to(mx.array(0.0), (token + 1,))
+    return generate.GenerationBatch.Response(uid, token, unknown, None, None, None)
 
 
 def row_view(caches: Sequence[Any], row: int) -> list[Any]:

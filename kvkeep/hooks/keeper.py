@@ -13,12 +13,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from kvkeep.hooks.answers import Answer
+from kvkeep.hooks.model_homes import Home
 from kvkeep.hooks.prompt_cache import PromptCache, Served
 from kvkeep.hooks.turns import TurnFinder, Turns
+from kvkeep.prefixstore.tokens import Tokens
+from kvkeep.prefixstore.unfinished import Continued
 
 log = logging.getLogger("kvkeep")
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 ROWS_ANYWHERE = {"kv", "kv-quant", "kv-concat", "list"}
 """Kinds that resume at any position; all others want resume points where prompts part."""
@@ -35,13 +39,17 @@ class Keeper:
     """Shared by the hooks of one server.
 
     ``interval`` tokens lie at least between two checkpoints, 0 for none. Checkpoints lie at
-    multiples of ``step``, which is not 1 in chunk-aligned mode only.
+    multiples of ``step``, which is not 1 in chunk-aligned mode only. ``every`` tokens of an
+    answer lie between its checkpoints, 0 for none.
     """
 
-    def __init__(self, cache: PromptCache, interval: int = 2048, *, step: int = 1) -> None:
+    def __init__(
+        self, cache: PromptCache, interval: int = 2048, *, step: int = 1, every: int = 0
+    ) -> None:
         self.cache = cache
         self.interval = interval
         self.step = step
+        self.every = every
         self.stopping = threading.Event()
         self.batch: Any = None
         self.recent: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
@@ -50,7 +58,11 @@ class Keeper:
         self._turns = Turns()
         self._served: OrderedDict[int, tuple[Any, Served | None]] = OrderedDict()
         self._news = threading.Condition()
+        self._key: bytes | None = None
+        self._answer: Answer | None = None
+        self.single: Answer | None = None
         cache.on_lookup = self._looked_up
+        cache.go_on = self._go_on
 
     # Tokenizing
 
@@ -130,6 +142,7 @@ class Keeper:
             "reason": decision.why,
             "seconds": served.seconds,
             "saved_seconds": served.saved,
+            "answered_tokens": served.answered,
             "parted_at": None,
             "parted_turn": None,
             "parted_role": None,
@@ -139,6 +152,8 @@ class Keeper:
             f"kvkeep: resumed {decision.offset:,} of {decision.prompt_tokens:,} tokens "
             f"({served.tier}, {served.seconds:.2f} s{saved}): {decision.why}"
         )
+        if served.answered:
+            line += f"; goes on behind {served.answered:,} tokens of its answer"
         if 0 < decision.matched < decision.prompt_tokens:
             out["parted_at"] = decision.matched
             line += f"; parted at token {decision.matched:,}"
@@ -147,6 +162,34 @@ class Keeper:
                 out["parted_turn"], out["parted_role"] = turn
                 line += f" in turn {turn[0]} ({turn[1]})"
         return {**out, "line": line}
+
+    # Answers
+
+    def asks(self, key: bytes | None) -> None:
+        """Note by what the request that is looked up next is known; ``None``: its answer has no
+        checkpoints.
+        """
+        self._key = key if self.every else None
+        self._answer = self.single = None
+
+    def take_answer(self) -> Answer | None:
+        """The answer to the request that was looked up last, if it has checkpoints."""
+        answer, self._answer = self._answer, None
+        return answer
+
+    def said(self, answer: Answer, token: int, caches: Callable[[], list[Any]]) -> None:
+        """Note a token of an answer, and store ``caches()`` where a checkpoint is due."""
+        if answer.add(token):
+            self.guard("checkpoint", lambda: self.cache.count(answer.checkpoint(caches())), None)
+
+    def _go_on(self, home: Home, ids: Tokens) -> Continued | None:
+        if self._key is None or home.space is None:
+            return None
+        unfinished = home.space.unfinished(ids, self._key)
+        found = unfinished.resume()
+        said = found.answer if found is not None else []
+        self._answer = Answer(unfinished, ids.tolist(), self.every, said)
+        return found
 
     # Resume points
 
@@ -166,6 +209,6 @@ class Keeper:
 
     # What may fail
 
-    def guard(self, doing: str, what: Callable[[], Answer], otherwise: Answer) -> Answer:
+    def guard(self, doing: str, what: Callable[[], Result], otherwise: Result) -> Result:
         """``what()``, or ``otherwise`` where it fails; see ``PromptCache``."""
         return self.cache.guarded(doing, what, otherwise)

@@ -27,6 +27,7 @@ import mlx_lm
 
 from kvkeep.errors import KvkeepError
 from kvkeep.hooks.agreement import between_ranks, rank_name
+from kvkeep.hooks.answers import Watched, request_key
 from kvkeep.hooks.batch_points import KeepingBatchGenerator
 from kvkeep.hooks.keeper import Keeper, Stopping
 from kvkeep.hooks.prompt_cache import PromptCache, Served
@@ -69,11 +70,13 @@ class PortInUse(KvkeepError):
 class Settings:
     """What ``kvkeep serve`` adds to the server's own options.
 
-    ``interval`` tokens lie at least between two resume points inside a prompt, 0 for none.
+    ``interval`` tokens lie at least between two resume points inside a prompt, and ``every``
+    tokens between the checkpoints of an answer; 0 for none.
     ``flush_seconds`` bounds the flush when the server stops.
     """
 
     interval: int = 2048
+    every: int = 0
     exact: bool = False
     salt: str | None = None
     flush_seconds: float = 10.0
@@ -102,7 +105,7 @@ def serve(store: Store, settings: Settings, arguments: Sequence[str]) -> bool:
     def run(host: str, port: int, provider: Any) -> None:
         cache = _prompt_cache(store, settings, provider)
         step = provider.cli_args.prefill_step_size if settings.exact else 1
-        keeper = Keeper(cache, settings.interval, step=step)
+        keeper = Keeper(cache, settings.interval, step=step, every=settings.every)
         with _installed(keeper):
             generator = Generator(provider, cache, keeper, settings)
             try:
@@ -137,15 +140,32 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         prompt, segments, types, *more = super()._tokenize(tokenizer, request, args)
         keeper = self.keeper
         keeper.tokenized(tokenizer, prompt, request.request_type == "chat")
+        keeper.asks(None)
         if len(more) < 2 or more[1] is None:  # no images
             kinds = keeper.cache.kinds(None)
             segments, types = list(segments), list(types)
             keeper.guard("turns", lambda: keeper.split(segments, types, kinds), None)
+            keeper.asks(self._key(args))
         return (prompt, segments, types, *more)
 
     def _is_batchable(self, args: Any) -> bool:
         # Rows of a batch depend on its other rows, in their low bits.
         return not self.settings.exact and bool(super()._is_batchable(args))
+
+    def _key(self, args: Any) -> bytes | None:
+        """By what a request is known whose answer may go on after a crash."""
+        if self._is_distributed or self.model_provider.draft_model is not None:
+            return None
+        batched = self._is_batchable(args)
+        return self.keeper.guard("turns", lambda: request_key(args, batched=batched), None)
+
+    def _serve_single(self, request: Any, *args: Any) -> None:
+        """As before; the checkpoints of an answer go when it is complete."""
+        responses = Watched(request[0])
+        super()._serve_single((responses, *request[1:]), *args)
+        answer = self.keeper.single
+        if answer is not None and responses.complete:
+            self.keeper.guard("checkpoint", answer.finished, None)
 
     def _generate(self) -> None:
         cache = self.keeper.cache
@@ -207,7 +227,8 @@ class Handler(server.APIHandler):  # type: ignore[misc]
                 HEADER,
                 f"resumed={decision.offset}; prompt={decision.prompt_tokens}; "
                 f"matched={decision.matched}; tier={served.tier}; reason={decision.why}; "
-                f"saved={served.saved:.2f}",
+                f"saved={served.saved:.2f}"
+                + (f"; answered={served.answered}" if served.answered else ""),
             )
 
     def _send(self, text: str, kind: str) -> None:

@@ -34,6 +34,7 @@ from kvkeep.prefixstore.recipe import Live, read_caches
 from kvkeep.prefixstore.space import SHED, Hit, Space
 from kvkeep.prefixstore.store import Store, open_store
 from kvkeep.prefixstore.tokens import Tokens, as_tokens
+from kvkeep.prefixstore.unfinished import Continued
 
 log = logging.getLogger("kvkeep")
 
@@ -53,7 +54,8 @@ SHARE_OF_MEMORY = 8
 class Served:
     """The last lookup of a thread: what was asked, and what was answered.
 
-    ``tokens`` is the whole prompt, ``saved`` the estimate of seconds that resuming saved.
+    ``tokens`` is the whole prompt, ``saved`` the estimate of seconds that resuming saved, and
+    ``answered`` the tokens of the answer that are told again because a crash cut it off.
     """
 
     home: Home
@@ -63,6 +65,7 @@ class Served:
     seconds: float
     saved: float
     request: str = ""
+    answered: int = 0
 
 
 class PromptCache:
@@ -95,6 +98,7 @@ class PromptCache:
         self.metrics = Metrics()
         self.last: Served | None = None
         self.on_lookup: Callable[[Served | None], None] = lambda _: None
+        self.go_on: Callable[[Home, Tokens], Continued | None] = lambda *_: None
         self.rate = 0.0
         self._missed: Decision | None = None
         self._store = open_store(store) if isinstance(store, str | os.PathLike) else store
@@ -179,6 +183,11 @@ class PromptCache:
 
         self.guarded("checkpoint", store, None)
 
+    def count(self, receipt: Receipt) -> None:
+        """Count what becomes of a snapshot that was made elsewhere."""
+        self._receipts.append(receipt)
+        self._settle()
+
     def kinds(self, model: Any) -> tuple[str, ...]:
         """The kinds of the model's caches; empty where they are not known."""
         return self.guarded("identity", lambda: self._home(model).kinds, ())
@@ -248,6 +257,12 @@ class PromptCache:
         started = time.perf_counter()
         ids = as_tokens(tokens)
         home = self._home(model)
+        unfinished = self.guarded("restore", lambda: self.go_on(home, ids), None)
+        if unfinished is not None:
+            told = Decision(len(ids) - 1, len(ids), len(ids), Reason.LAST_TOKEN)
+            seconds = time.perf_counter() - started
+            self._note(home, ids, told, "store", seconds, "", len(unfinished.answer))
+            return unfinished.caches, len(ids) - 1
         limit = len(ids) - 1
         if self._agree is not None:
             limit = common_offset(lambda n: self._reach(home, ids[: n + 1]), limit, self._agree)
@@ -317,11 +332,18 @@ class PromptCache:
         return drafted
 
     def _note(
-        self, home: Home, ids: Tokens, decision: Decision, tier: str, seconds: float, request: str
+        self,
+        home: Home,
+        ids: Tokens,
+        decision: Decision,
+        tier: str,
+        seconds: float,
+        request: str,
+        answered: int = 0,
     ) -> None:
         reading = decision.offset / self.rate if self.rate else 0.0
         saved = max(0.0, reading - seconds)
-        self.last = Served(home, ids, decision, tier, seconds, saved, request)
+        self.last = Served(home, ids, decision, tier, seconds, saved, request, answered)
         self.metrics.look_up(
             Lookup(
                 str(decision.reason),
@@ -402,10 +424,8 @@ class PromptCache:
                 return None
 
         receipt = self.guarded("snapshot", store, None)
-        if receipt is None:
-            return None
-        self._receipts.append(receipt)
-        self._settle()
+        if receipt is not None:
+            self.count(receipt)
         return receipt
 
     def _settle(self) -> None:

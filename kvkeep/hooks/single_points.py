@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvkeep.hooks.answers import drawn, told_again
 from kvkeep.hooks.keeper import Keeper, Stopping
-from kvkeep.hooks.precision import track
+from kvkeep.hooks.precision import newest, track
 from kvkeep.hooks.prefill import Progress, prefill
 
 QUANTIZATION = ("kv_bits", "kv_group_size", "quantized_kv_start")
@@ -30,6 +31,12 @@ def keeping(keeper: Keeper, stream_generate: Callable[..., Iterator[Any]]) -> Ca
         **options: Any,
     ) -> Iterator[Any]:
         track(prompt_cache)
+        answer = keeper.take_answer()
+        said = list(answer.said) if answer is not None else []
+        if said:
+            prompt = said[-1:]
+            options["max_tokens"] -= len(said)
+            options["sampler"] = drawn(options["sampler"], len(said))
         points = _Points(keeper, prompt_cache, len(prompt), prompt_progress_callback)
         done = 0
         quantization: dict[str, Any] = {}
@@ -53,8 +60,13 @@ def keeping(keeper: Keeper, stream_generate: Callable[..., Iterator[Any]]) -> Ca
             prompt_progress_callback=points.after(done),
             **options,
         )
-        for answer in answers:
-            yield answer
+        keeper.single = answer
+        if said:
+            answers = told_again(options["tokenizer"], said, answers)
+        for count, response in enumerate(answers, 1):
+            yield response
+            if answer is not None and count > len(said) and response.finish_reason is None:
+                keeper.said(answer, response.token, lambda: newest(prompt_cache))
             if keeper.stopping.is_set():
                 return
 

@@ -33,6 +33,7 @@ from kvkeep.prefixstore.recipe import kind_tree, refuse_stale
 from kvkeep.prefixstore.tokens import Tokens, as_tokens, common_prefix
 from kvkeep.prefixstore.trace import Trace
 from kvkeep.prefixstore.trie import walk
+from kvkeep.prefixstore.unfinished import Unfinished
 
 log = logging.getLogger("kvkeep")
 
@@ -214,6 +215,10 @@ class Space:
         with self._core.env.begin(write=True) as txn:
             node = pinned_on(txn, self.id, as_tokens(tokens))
             return node is not None and remove_pin(txn, node)
+
+    def unfinished(self, prompt: Any, key: bytes) -> Unfinished:
+        """The answer to ``prompt`` of the request that ``key`` tells from others."""
+        return Unfinished(self._core, self, prompt, key)
 
     def served(self, decision: Decision, seconds: float, request: str | None = None) -> str:
         """Count a lookup that a server answered from memory, without the store.

@@ -121,14 +121,15 @@ def settle(server: Server) -> None:
 class Reply:
     """What a request gave: text, tokens resumed and in all, and the header's fields.
 
-    ``first`` is the seconds to the first piece of a streamed answer.
+    ``answer`` is the number of tokens that were answered, ``first`` the seconds to the first piece
+    of a streamed answer.
     """
 
     def __init__(self, text: str, usage: Any, header: str, logprobs: Any = None) -> None:
         self.text = text
         self.logprobs = [part["logprob"] for part in logprobs or []]
         self.first = 0.0
-        self.prompt = usage.prompt_tokens
+        self.prompt, self.answer = usage.prompt_tokens, usage.completion_tokens
         self.cached = usage.prompt_tokens_details.cached_tokens
         fields = dict(part.split("=") for part in header.split("; ")) if header else {}
         self.tier, self.reason = fields.get("tier", ""), fields.get("reason", "")
