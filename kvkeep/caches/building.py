@@ -76,7 +76,7 @@ class _Way:
     beside: bool
 
 
-_WAYS = (_Way(False, True), _Way(True, True), _Way(False, False), _Way(True, False))
+_WAYS = (_Way(False, True), _Way(True, True), _Way(True, False))
 
 
 def _built(model: Any, scheme: Scheme, heads: dict[str, Heads]) -> list[Any]:
@@ -91,7 +91,9 @@ def _built(model: Any, scheme: Scheme, heads: dict[str, Heads]) -> list[Any]:
         # Before the conversion and after it; a trial never converts.
         trials = [replace(scheme, start=_NEVER), replace(scheme, start=None)]
     problem = ""
-    for way in _WAYS[0 if isinstance(scheme, Affine) else 1 :]:
+    # Keys without values are selected by, with a mask for each query head: not for planes.
+    selects = any(not each.values for each in heads.values())
+    for way in _WAYS[0 if isinstance(scheme, Affine) and not selects else 1 :]:
         try:
             for trial in trials:
                 _forward(model, _replaced(model, trial, heads, way))
