@@ -457,7 +457,7 @@ def test_an_error_inside_a_layer_leaves_it_where_it_stood(model, monkeypatch, en
             with monkeypatch.context() as patch:
                 patch.setattr("mlx_lm.models.qwen3_next.gated_delta_update", fail)
                 with pytest.raises(Stop):
-                    run(model, used, WINDOW)
+                    run(model, used, PROMPT)
         rounds.commit() if end == "commit" else rounds.rollback(end)
     for a, b in zip(caches, plain, strict=True):
         assert_same(held(a), held(b))
