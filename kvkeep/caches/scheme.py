@@ -19,7 +19,9 @@ Affine(bits=8, group_size=64, start=5000)
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvkeep.errors import BadScheme
 
@@ -127,3 +129,25 @@ def check_head(side: str, width: int, group_size: int) -> None:
             f"{side} of head size {width} are no whole groups of {group_size}; "
             + (f"valid are {', '.join(fitting)}" if fitting else "no valid group size divides it")
         )
+
+
+def scheme_of(caches: Sequence[Any]) -> str | None:
+    """The scheme that ``caches`` were made with, by their fields; several joined by ``+``.
+
+    ``None`` where none of them is of a scheme, as with a model's own caches.
+    """
+    found = sorted({str(scheme) for cache in caches for scheme in _schemes(cache)})
+    return "+".join(found) or None
+
+
+def _schemes(cache: Any) -> Iterator[Scheme]:
+    bits = getattr(cache, "packed_bits", getattr(cache, "bits", None))
+    if bits is not None:
+        yield Affine(bits, cache.group_size, getattr(cache, "start", None))
+    elif hasattr(cache, "k_bits"):
+        yield Turbo(cache.k_bits, cache.v_bits)
+    elif hasattr(cache, "block_size"):
+        yield Paged(cache.block_size)
+    else:
+        for inner in getattr(cache, "caches", ()):
+            yield from _schemes(inner)

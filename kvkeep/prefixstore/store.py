@@ -13,6 +13,7 @@ from typing import Any
 
 import msgpack
 
+from kvkeep.caches.scheme import scheme_of
 from kvkeep.errors import CorruptFrame, KvkeepError
 from kvkeep.persistence.environment import Environment
 from kvkeep.persistence.packing import unpack_plain
@@ -172,7 +173,8 @@ class Store:
         With an mlx-lm ``model``, give the ``model_path`` that it was loaded from (a folder or
         a hub id in the local cache); weights, config, tokenizer, adapter and draft model are
         identified by content. ``kv_scheme`` names how keys and values are quantized, such as
-        ``"affine:4:64@5000"``. ``salt`` keeps tenants apart.
+        ``"affine:4:64@5000"``; without it that of the caches in ``layout`` is taken, where they
+        have one. ``salt`` keeps tenants apart.
 
         Without an mlx-lm model, ``identity`` names what must be equal, in any JSON form, and
         ``layout`` is a cache list, empty or not, of the kinds that will be stored.
@@ -201,6 +203,7 @@ class Store:
 
             layout = make_prompt_cache(model)
         kinds = kind_tree(layout or ())
+        kv_scheme = kv_scheme or scheme_of(layout or ())
         step = prefill_step if exact else 1
         plan = f"chunks of {step}" if exact else ""
         if identity is not None:
