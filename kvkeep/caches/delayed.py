@@ -142,8 +142,9 @@ class DelayedKVCache(Reads):
         return int(self.caches[0].start_position)
 
     def maybe_trim_front(self) -> None:
-        """Cut the front of a chunked cache; the model calls it."""
-        self.caches[0].maybe_trim_front()
+        """Cut the front of a chunked cache; the model calls it. Others have none to cut."""
+        if hasattr(self.caches[0], "maybe_trim_front"):
+            self.caches[0].maybe_trim_front()
 
     def plan(self, end: int) -> None:
         """The chunk that is read now ends at ``end``, in however many forwards it is read.

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +78,15 @@ def append(cache: Any, keys: mx.array, values: mx.array) -> DenseRead | PackedRe
         cache.maybe_trim_front()
     mask = mask_of(cache, keys.shape[2])
     k, v = cache.update_and_fetch(keys, values)
+    # A full cache hands out its very arrays, into which the next append writes.
     if hasattr(cache, "bits"):
-        return PackedRead(tuple(k), tuple(v), cache.bits, cache.group_size, mask)
-    return DenseRead(k, v, mask)
+        return PackedRead(_own(k), _own(v), cache.bits, cache.group_size, mask)
+    return DenseRead(copy.copy(k), copy.copy(v), mask)
+
+
+def _own(planes: Any) -> Planes:
+    packed, scales, biases = map(copy.copy, planes)
+    return packed, scales, biases
 
 
 def mask_of(
