@@ -27,6 +27,7 @@ class KeepingBatchGenerator(generate.BatchGenerator):  # type: ignore[misc]
         self._keeper = keeper
         self._reached: dict[int, int] = {}
         self._kept: dict[int, int] = {}
+        self._junctions: dict[int, int] = {}
         self._answers: dict[int, Answer] = {}
         self._again: list[Any] = []
         keeper.batch = self
@@ -34,7 +35,8 @@ class KeepingBatchGenerator(generate.BatchGenerator):  # type: ignore[misc]
     def insert_segments(self, segments: Any, *args: Any, **options: Any) -> Any:
         """As before; notes how many tokens of each prompt were resumed.
 
-        An answer that was cut off goes on: its last token is read as a prompt's last one is.
+        A prompt that left a stored path is cut there. An answer that was cut off goes on: its
+        last token is read as a prompt's last one is.
         """
         answer = self._keeper.take_answer()
         if answer is not None and answer.said:
@@ -42,11 +44,15 @@ class KeepingBatchGenerator(generate.BatchGenerator):  # type: ignore[misc]
             options["all_tokens"] = [[*answer.prompt, *answer.said[:-1]]]
             options["max_tokens"] = [options["max_tokens"][0] - len(answer.said)]
             options["stop_sequences"] = [AdvancedStops(options["stop_sequences"][0], answer.said)]
+        resumed = options.get("all_tokens") or [[] for _ in segments]
+        junction = self._keeper.guard("turns", self._keeper.junction, None)
+        cut = junction is not None and _cut(segments[0], junction - len(resumed[0]))
         uids = super().insert_segments(segments, *args, **options)
+        if cut and junction is not None:
+            self._junctions[uids[0]] = junction
         if answer is not None:
             self._answers[uids[0]] = answer
             self._again += [_told(uids[0], token) for token in answer.said]
-        resumed = options.get("all_tokens") or [[] for _ in uids]
         for uid, done in zip(uids, resumed, strict=True):
             self._reached[uid] = self._kept[uid] = len(done)
         return uids
@@ -103,7 +109,12 @@ class KeepingBatchGenerator(generate.BatchGenerator):  # type: ignore[misc]
             tokens = self._prompt_batch.tokens[row]
             read += len(tokens) - self._reached[uid]
             self._reached[uid] = len(tokens)
-            if response.end_of_segment:  # the server takes this one itself
+            if len(tokens) == self._junctions.get(uid):
+                response.end_of_segment = False  # no type of the server's belongs to this one
+                self._kept[uid] = len(tokens)
+                view = row_view(self._prompt_batch.prompt_cache, row)
+                self._keeper.checkpoint(tokens, view, "junction")
+            elif response.end_of_segment:  # the server takes this one itself
                 self._kept[uid] = len(tokens)
             elif self._keeper.due(len(tokens) - self._kept[uid]):
                 self._kept[uid] = len(tokens)
@@ -130,6 +141,17 @@ class KeepingBatchGenerator(generate.BatchGenerator):  # type: ignore[misc]
         for uid in uids:
             self._reached.pop(uid, None)
             self._kept.pop(uid, None)
+            self._junctions.pop(uid, None)
+
+
+def _cut(segments: list[list[int]], at: int) -> bool:
+    """Cut the segments, in place, behind ``at`` tokens; whether they were not cut there before."""
+    for index, segment in enumerate(segments):
+        if 0 < at < len(segment):
+            segments[index : index + 1] = [segment[:at], segment[at:]]
+            return True
+        at -= len(segment)
+    return False
 
 
 def _told(uid: int, token: int) -> Any:

@@ -10,7 +10,7 @@ from kvkeep.prefixstore.policy import Decision, Reason
 from kvkeep.prefixstore.receipt import Receipt
 from kvkeep.prefixstore.recipe import read_caches
 from kvkeep.prefixstore.space import Space
-from kvkeep.prefixstore.tokens import as_tokens, insides
+from kvkeep.prefixstore.tokens import Tokens, as_tokens, insides
 
 WANTING = (Reason.NO_STATE_AT_OFFSET, Reason.ROWS_MISSING)
 """What a resume point at the same offset would have helped against."""
@@ -57,7 +57,7 @@ class IntervalPoints:
         self._done, self._since = done, time.perf_counter()
 
 
-def junction_of(decision: Decision, tokens: Sequence[int]) -> int | None:
+def junction_of(decision: Decision, tokens: Sequence[int] | Tokens) -> int | None:
     """The offset at which a prompt left a stored path, where it could not be resumed there.
 
     Others are likely to part at the same place. Cut the prefill there and store what the caches

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvkeep.hooks.answers import Answer
+from kvkeep.hooks.interval_points import junction_of
 from kvkeep.hooks.model_homes import Home
 from kvkeep.hooks.prompt_cache import PromptCache, Served
 from kvkeep.hooks.turns import TurnFinder, Turns
@@ -139,6 +140,7 @@ class Keeper:
             "matched_tokens": decision.matched,
             "resumed_tokens": decision.offset,
             "tier": served.tier,
+            "request": served.request,
             "reason": decision.why,
             "seconds": served.seconds,
             "saved_seconds": served.saved,
@@ -197,9 +199,20 @@ class Keeper:
         """Whether so many tokens since the last resume point call for another."""
         return 0 < self.interval <= tokens
 
-    def checkpoint(self, tokens: Sequence[int], caches: list[Any]) -> None:
+    def junction(self) -> int | None:
+        """Where the prompt that was looked up last left a stored path; ``None`` where it could be
+        resumed there, and where no resume point helps.
+        """
+        served = self.cache.last
+        if served is None or not self._wants_points(self.cache.kinds(None)):
+            return None
+        return junction_of(served.decision, served.tokens)
+
+    def checkpoint(
+        self, tokens: Sequence[int], caches: list[Any], origin: str = "interval"
+    ) -> None:
         """Store a resume point of the server's current model; ``caches`` go on being used."""
-        self.cache.checkpoint(None, tokens, caches)
+        self.cache.checkpoint(None, tokens, caches, origin=origin)
 
     def keep_batch(self) -> None:
         """Keep what the rows of the batch in progress have done."""

@@ -172,13 +172,15 @@ class PromptCache:
         """Live sequences and their bytes by what they end with."""
         return self._memory.stats_by_type()
 
-    def checkpoint(self, model: Any, tokens: Sequence[int], caches: list[Any]) -> None:
+    def checkpoint(
+        self, model: Any, tokens: Sequence[int], caches: list[Any], *, origin: str = "interval"
+    ) -> None:
         """Store a resume point inside a prompt; ``caches`` go on being used."""
 
         def store() -> None:
             home = self._home(model)
             if home.space is not None:
-                self._snapshot(home, as_tokens(tokens), newest(caches), "interval")
+                self._snapshot(home, as_tokens(tokens), newest(caches), origin)
                 self.metrics.checkpoint()
 
         self.guarded("checkpoint", store, None)

@@ -97,8 +97,11 @@ class _Points:
         self._kept = self._start
         self._began = time.perf_counter()
         kinds = keeper.cache.kinds(None)
-        offsets = keeper.boundaries(self._start, self._start + total, kinds)
-        self.boundaries = [offset - self._start for offset in offsets]
+        offsets = set(keeper.boundaries(self._start, self._start + total, kinds))
+        self._junction = keeper.junction()
+        if self._junction is not None:
+            offsets.add(self._junction)
+        self.boundaries = sorted(offset - self._start for offset in offsets)
 
     def after(self, before: int) -> Progress:
         """The callback of a reading that begins ``before`` tokens into the rest."""
@@ -121,6 +124,7 @@ class _Points:
             due = due or self._keeper.due(offset - self._kept)
             if due and offset % self._keeper.step == 0:
                 self._kept = offset
-                self._keeper.checkpoint(self._tokens[:offset], self._caches)
+                origin = "junction" if offset == self._junction else "interval"
+                self._keeper.checkpoint(self._tokens[:offset], self._caches, origin)
         if stopping:
             raise Stopping("The server stops")

@@ -60,8 +60,8 @@ def find(txn: Transaction, request: str, quarantined: Container[int]) -> Past:
     if len(prefix) < event.matched:
         prefix = ()
     asked = event.asked
-    for node in snapshots:
-        tokens = _tokens(nodes, node)
+    for node, end in snapshots:
+        tokens = _tokens(nodes, node)[:end]  # the node may go on with what another one stored
         if not asked and len(tokens) > event.matched and tokens[: event.matched] == prefix:
             asked = tokens[event.matched :][:CONTINUES]
     path = walk(txn, event.space, np.array(prefix, np.int64))
@@ -74,19 +74,19 @@ def find(txn: Transaction, request: str, quarantined: Container[int]) -> Past:
     return Past(event, identity, prefix, asked, tuple(others) if prefix else (), near)
 
 
-def _events(txn: Transaction, request: str) -> tuple[Event, list[int]]:
-    """The last lookup of a request, and the nodes at which it stored something."""
+def _events(txn: Transaction, request: str) -> tuple[Event, list[tuple[int, int]]]:
+    """The last lookup of a request, and where it stored something: nodes, and offsets in them."""
     wanted = request.strip("…")
     ends = request.startswith("…")
     found: dict[str, Event] = {}
-    stored: dict[str, list[int]] = {}
+    stored: dict[str, list[tuple[int, int]]] = {}
     for _, event in read_events(txn):
         named = event.request
         if named and (named.endswith(wanted) if ends else named.startswith(wanted)):
             if event.what == LOOKUP:
                 found[event.request] = event
             elif event.what == SNAPSHOT and event.node:
-                stored.setdefault(event.request, []).append(event.node)
+                stored.setdefault(event.request, []).append((event.node, event.prompt))
     if wanted in found:
         found = {wanted: found[wanted]}
     if not wanted or len(found) != 1:

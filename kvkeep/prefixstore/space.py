@@ -93,6 +93,11 @@ class Space:
         """The kinds of the caches that belong here, in order; empty where any are taken."""
         return self._layout
 
+    @property
+    def step(self) -> int:
+        """The prefill step at whose multiples alone it resumes; 1 but in chunk-aligned mode."""
+        return self._step
+
     def snapshot(
         self,
         tokens: Any,

@@ -13,13 +13,14 @@ checkpoint: one at a token, and one behind it, which brings the token itself.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.errors import CorruptFrame, KvkeepError, NewerFormat, StoreClosed
 from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.core import Core
@@ -32,6 +33,8 @@ from kvkeep.prefixstore.trie import children, has_children, walk
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.space import Space
+
+log = logging.getLogger("kvkeep")
 
 VOCABULARY = 1 << 32
 """Ids of an answer are below this one."""
@@ -91,8 +94,14 @@ class Unfinished:
         for prepared in self._core.writer.queued(self._space.id):
             if common_prefix(prepared.snapshot.tokens, self._prompt) == end:
                 self._core.writer.settled(prepared)
-        with self._core.env.begin() as txn:
-            answer, _ = self._path(txn)
+        try:
+            with self._core.env.begin() as txn:
+                answer, _ = self._path(txn)
+        except StoreClosed:
+            raise
+        except (KvkeepError, OSError) as error:
+            log.warning("kvkeep: an unfinished answer was not looked up: %s", error)
+            return None
         if len(answer) < 2:
             return None
         self._stored = True

@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import kvkeep
 from kvkeep.prefixstore import writer
@@ -177,3 +178,65 @@ def test_the_example_resumes_in_another_process(tmp_path: Path, loaded: Any) -> 
     total = int(said[0][1].split(" of ")[1].split(":")[0])
     assert said[0][1] == f"resumed 0 of {total}: no_prefix"
     assert said[1][1] == f"resumed {total - 1} of {total}: last_token"
+
+
+def sampled(space: kvkeep.Space, m: Any, prompt: list[int], stop: int = 0) -> tuple[Any, list[int]]:
+    """A long answer with a seed; it is cut off by an error behind ``stop`` tokens, if any."""
+    asked = "temp 0.8, seed 5"
+    with kvkeep.session(space, prompt, m.model, interval=50, answers=8, asked=asked) as s:
+        tokens = list(s.answered)
+        mx.random.seed(5)
+        for r in stream_generate(
+            m.model,
+            m.tokenizer,
+            s.rest,
+            max_tokens=60 - len(tokens),
+            prompt_cache=s.caches,
+            sampler=s.sampler(make_sampler(0.8, top_p=0.9)),
+            logits_processors=make_logits_processors({m.tokenizer.eos_token_id: -100.0}),
+        ):
+            s.emitted(r.token)
+            tokens.append(r.token)
+            if len(tokens) == stop:
+                raise InterruptedError
+    return s, tokens
+
+
+def test_an_answer_that_was_cut_off_goes_on(store: kvkeep.Store, loaded: Any) -> None:
+    space, prompt = space_of(store, loaded), loaded.tokenizer.encode(TEXT)
+    other = store.space(identity={"other": 1}, layout=make_prompt_cache(loaded.model))
+    _, whole = sampled(other, loaded, prompt)
+    assert len(set(whole)) > 10
+    with pytest.raises(InterruptedError):
+        sampled(space, loaded, prompt, stop=29)
+    assert space.resume([*prompt, *whole[:29], 1]).offset <= len(prompt)
+    s, tokens = sampled(space, loaded, prompt)
+    assert (tokens, len(s.answered)) == (whole, 25 if loaded.name != "llama" else 24)
+    assert s.resumed == len(prompt) - 1
+    again, tokens = sampled(space, loaded, prompt)
+    assert (tokens, again.answered) == (whole, [])
+
+
+def test_answers_have_no_checkpoints_where_they_could_not_go_on(
+    store: kvkeep.Store, loaded: Any
+) -> None:
+    with pytest.raises(ValueError, match="draft model"):
+        kvkeep.Session(space_of(store, loaded), loaded.model, loaded.model, answers=8)
+    exact = store.space(identity={}, layout=make_prompt_cache(loaded.model), exact=True)
+    with pytest.raises(ValueError, match="chunk-aligned"):
+        kvkeep.Session(exact, loaded.model, answers=8)
+
+
+def test_a_prompt_that_parts_is_read_to_there_first(store: kvkeep.Store, loaded: Any) -> None:
+    space = space_of(store, loaded)
+    first, second, third = (
+        loaded.tokenizer.encode(f"{TEXT} And {said} it does not.") for said in "ABC"
+    )
+    parted = len(loaded.tokenizer.encode(f"{TEXT} And "))
+    talk(space, loaded, first)
+    talk(space, loaded, second)
+    s, tokens = talk(space, loaded, third)
+    assert s.resumed == parted
+    assert tokens == answer(loaded, third, make_prompt_cache(loaded.model))
+    origins = {p.offset: p.origin for p in store.inspect(space, third).points}
+    assert origins.get(parted) == ("junction" if loaded.name == "falcon_h1" else None)
