@@ -125,7 +125,11 @@ def _trims_truly(codec: Codec, facts: Description) -> bool:
         return True
     window = facts.reach.window
     whole = facts.held[:1] == (Segment(0, 0, facts.offset or 0),)
-    return codec.kind == "kv-rotating" and whole and (facts.offset or 0) < (window or 0)
+    return (
+        codec.kind in ("kv-rotating", "kv-rotating-quant")
+        and whole
+        and (facts.offset or 0) < (window or 0)
+    )
 
 
 def _copied(codec: Codec, cache: Any, facts: Description, offset: int) -> Any:

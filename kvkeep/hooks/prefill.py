@@ -39,7 +39,8 @@ def prefill(
 
     ``cuts`` are numbers of tokens done at which a chunk is read in two parts, so that ``progress``
     is called there as well. Rows behind a cut have other low bits than those of an uncut chunk,
-    as with any other chunks. Conversions stay where they were: at the end of the whole chunk.
+    as with any other chunks. Conversions stay where they were: at the end of the whole chunk. A
+    cache that converts itself (``kvkeep.caches``) is told where that is.
 
     Raises ``ValueError`` for a ``step`` below 1 and ``Refused`` for a cache that mlx-lm
     cannot quantize.
@@ -58,6 +59,7 @@ def prefill(
         while done < total:
             end = min(done // step * step + step, total)
             stop = min((cut for cut in cuts if done < cut < end), default=end)
+            _plan(caches, end - done)
             chunk = mx.array(list(tokens[done:stop]))
             model(chunk[None], cache=caches)
             mx.eval([cache.state for cache in caches])
@@ -67,6 +69,15 @@ def prefill(
             mx.clear_cache()
             if progress is not None:
                 progress(done, total)
+
+
+def _plan(caches: Sequence[Any], ahead: int) -> None:
+    """Tell caches that change precision themselves where the chunk that begins now ends."""
+    for cache in caches:
+        if hasattr(cache, "plan"):
+            cache.plan(cache.offset + ahead)
+        else:
+            _plan(getattr(cache, "caches", ()), ahead)
 
 
 def vouch(caches: Sequence[Any]) -> None:

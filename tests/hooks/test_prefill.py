@@ -16,6 +16,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from kvkeep.caches import make
 from kvkeep.errors import Refused
 from kvkeep.hooks.prefill import prefill
 from tests import architectures
@@ -162,6 +163,26 @@ def test_a_cut_is_a_place_to_stop_and_moves_no_conversion(wide: Any) -> None:
     assert kinds == ["KVCache"] * 4 + ["QuantizedKVCache"] * (len(seen) - 4)
     assert {cache.minimum_resumable_offset for cache in (*whole, *cut)} == {64}
     assert {cache.offset for cache in cut} == {n}
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon_h1"])
+def test_a_cut_moves_no_conversion_that_a_cache_makes_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of caches inside lists, and of a prompt whose first part was read before."""
+    monkeypatch.setitem(
+        architectures.CONFIGS, name, {**architectures.CONFIGS[name], "head_dim": 64}
+    )
+    model = architectures.build(name)
+    floors = set()
+    for cuts in ([], [45, 50], [33]):
+        caches = make(model, "affine:4:32@50")
+        prefill(model, PROMPT[:10], caches)
+        prefill(model, PROMPT[10:], caches, step=32, cuts=cuts)
+        delayed = [cache if hasattr(cache, "plan") else cache.caches[1] for cache in caches]
+        floors.add(tuple(each.minimum_resumable_offset for each in delayed))
+        assert {each.offset for each in delayed} == {len(PROMPT)}
+    assert floors == {(74, 74)}
 
 
 def test_a_second_conversion_leaves_a_converted_cache_alone(wide: Any) -> None:
