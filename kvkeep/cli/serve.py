@@ -95,18 +95,19 @@ def command(
       kvkeep serve --model MODEL --kv-bits 8 --max-bytes 100GB
     """
     _check(server_options, exact, generation_checkpoints)
-    from kvkeep.hooks.mlx_server import Settings, check_version, serve
+    from kvkeep.hooks.mlx_server import Settings, check_version, serve, stoppable
     from kvkeep.prefixstore.store import open_store
 
     check_version()
     settings = Settings(checkpoint_every, generation_checkpoints, exact, salt, flush_seconds)
     opened = open_store(store, max_bytes, disk_reserve=disk_reserve, durability=durability)
-    if serve(opened, settings, server_options):
-        opened.close()
-        _leave(0)
-    # The writer's thread is still at it; its unfinished snapshots are undone at the next start.
-    click.echo(f"kvkeep: not all was written within {flush_seconds:g} s", err=True)
-    _leave(1)
+    with stoppable():
+        if serve(opened, settings, server_options):
+            opened.close()
+            _leave(0)
+        # The writer's thread is still at it; its unfinished snapshots are undone at the next start.
+        click.echo(f"kvkeep: not all was written within {flush_seconds:g} s", err=True)
+        _leave(1)
 
 
 def _leave(status: int) -> NoReturn:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import threading
 import warnings
@@ -94,7 +95,7 @@ def check_version(version: str | None = None) -> None:
 def serve(store: Store, settings: Settings, arguments: Sequence[str]) -> bool:
     """Run the server with its own command line ``arguments`` until it is told to stop.
 
-    Answers whether all that was accepted is durable by then. Raises ``UnsupportedServer``,
+    Answers whether all that was accepted is durable by then. Run it within ``stoppable``. Raises ``UnsupportedServer``,
     ``PortInUse``, and ``SystemExit`` for arguments that the server refuses.
     """
     import sys
@@ -117,8 +118,9 @@ def serve(store: Store, settings: Settings, arguments: Sequence[str]) -> bool:
     given, server_run = sys.argv, server.run
     sys.argv, server.run = ["kvkeep serve", *arguments], run
     try:
-        with _terminated_like_interrupted():
-            server.main()
+        server.main()
+    except KeyboardInterrupt:
+        log.warning("kvkeep: stopped before the server was up")
     finally:
         sys.argv, server.run = given, server_run
     return all(flushed)
@@ -310,16 +312,24 @@ def _installed(keeper: Keeper) -> Iterator[None]:
 
 
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM stops the server as SIGINT does."""
+def stoppable() -> Iterator[None]:
+    """SIGTERM and SIGINT stop the server in order; a second one ends the process at once.
 
-    def stop(*_: Any) -> None:
+    Its exit status then is 128 and the signal's number, as of a process that a signal ended.
+    """
+    stopping = False
+
+    def stop(number: int, _: Any) -> None:
+        nonlocal stopping
+        if stopping:
+            os.write(2, b"kvkeep: stopped at once; what was not yet on disk is lost\n")
+            os._exit(128 + number)
+        stopping = True
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
-    except KeyboardInterrupt:
-        log.warning("kvkeep: stopped before the server was up")
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,3 +120,40 @@ def test_a_stop_at_rest_is_silent(serve: Callable[..., Server]) -> None:
     complete(server.client(), "A short one.")
     assert server.stop() == 0
     assert "Traceback" not in server.said
+
+
+@contextmanager
+def stuck(server: Server, store: Path) -> Iterator[None]:
+    """Within the block nothing that the server accepts can be written."""
+    complete(server.client(), "A first one, so that the server's space is there.", max_tokens=2)
+    settle(server)
+    with kvkeep.open(store) as opened, opened.env.begin(write=True):
+        complete(server.client(), LONG, max_tokens=2)
+        while not server.metric("kvkeep_queue_snapshots"):
+            time.sleep(0.02)
+        yield
+
+
+def test_a_stop_ends_within_its_bound_and_says_that_it_was_short(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = serve("--flush-seconds", "1")
+    with stuck(server, tmp_path / "store"):
+        assert server.stop(within=20) == 1
+    assert "kvkeep: not all was written within 1 s" in server.said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_stops_at_once(
+    serve: Callable[..., Server], tmp_path: Path, number: int
+) -> None:
+    server = serve("--flush-seconds", "300")
+    with stuck(server, tmp_path / "store"):
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.process.wait(1)
+        assert server.stop(number, within=10) == 128 + number
+    assert server.said.endswith("kvkeep: stopped at once; what was not yet on disk is lost\n")
+    with kvkeep.open(tmp_path / "store") as opened:
+        assert opened.verify().problems == []
+        assert len(opened.conversations()) > 0
