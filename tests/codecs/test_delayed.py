@@ -88,6 +88,23 @@ def test_a_recipe_holds_what_it_was_made_with():
     assert read_caches([other], 5).recipe.id != recipe.id
 
 
+@pytest.mark.parametrize(
+    ("source", "tokens", "expected"),
+    [
+        ("kv", 5, "e62e3725899744db25a29ddb45a4dace"),
+        ("kv", 20, "909d8cc5c5542e09cfe85c0763f38765"),
+        ("kv-rotating", 5, "71b9345ad230a7b696962c24f888d2ea"),
+        ("kv-rotating", 20, "c9f1748fac09b2da4ddb3b54a9d5042f"),
+        ("kv-chunked", 20, "c53228cb12feaa58ea7b2282a3d7de78"),
+    ],
+)
+def test_records_of_a_release_stay_as_they_are(source, tokens, expected):
+    """The id of a stored recipe. It is never changed here: stores hold it."""
+    cache = delayed(source)
+    feed(cache, tokens)
+    assert read_caches([cache], tokens).recipe.id.hex() == expected
+
+
 def test_an_unknown_holder_keeps_its_spelling():
     """A recipe of a later version is shown, and refused only where it would be rebuilt."""
     cache = delayed()
