@@ -28,6 +28,10 @@ from kvkeep.errors import BadScheme, EmptyCache
 STEP = 256
 """Positions by which a full buffer grows; each growth is one more trace."""
 
+ROUNDING = 8
+"""Units in the last place of the largest logit that count as rounding in the first step."""
+LEAST_ROUNDING = 1e-3
+
 
 class Traced:
     """Keys and values inside a traced step: one position per row, written where an array says.
@@ -63,6 +67,10 @@ class Traced:
         self.keys = mx.slice_update(self.keys, keys, self._slot, [2])
         self.values = mx.slice_update(self.values, values, self._slot, [2])
         self.positions = self.positions + 1
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The whole buffers, for layers that borrow them under the same mask."""
         return self.keys, self.values
 
     def make_mask(
@@ -83,6 +91,10 @@ class CompiledDecode:
     stay what they are: after each step they hold the new position, and may be trimmed, stored
     or used without compilation. The weights are those of the first step.
 
+    Some models tell a position by the number of keys that come back, and here that is the
+    whole buffer; others read values in their step. The first step is therefore computed
+    plainly as well, and a model whose logits differ by more than rounding is refused.
+
     Raises ``BadScheme``, naming the layer, for a cache of another class.
     """
 
@@ -97,16 +109,19 @@ class CompiledDecode:
         self._caches = caches
         self._model = model
         self._step = mx.compile(self._run)
+        self._checked = False
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """The logits ``[B, 1, vocabulary]`` after ``tokens`` ``[B, 1]``, not evaluated.
+        """The logits ``[B, 1, vocabulary]`` after ``tokens`` ``[B, 1]``; evaluated the first time.
 
-        Raises ``EmptyCache`` before a prefill.
+        Raises ``EmptyCache`` before a prefill, and ``BadScheme`` at the first step for a model
+        that cannot be decoded so; the caches stand where they stood then.
         """
         for layer, cache in enumerate(self._caches):
             if cache.keys is None:
                 raise EmptyCache(f"Layer {layer}: {type(cache).__name__} covers no token")
             _make_room(cache)
+        expected = None if self._checked else self._model(tokens, cache=_twins(self._caches))
         # Taken before the step: it moves the caches on.
         facts = [
             (
@@ -118,8 +133,16 @@ class CompiledDecode:
             )
             for cache in self._caches
         ]
-        # A trace is made for a dtype too: sampled tokens are uint32, listed ones int32.
-        logits, written = self._step(tokens.astype(mx.int32), facts)
+        try:
+            # A trace is made for a dtype too: sampled tokens are uint32, listed ones int32.
+            logits, written = self._step(tokens.astype(mx.int32), facts)
+            if expected is not None:
+                self._check(logits, expected)
+        except ValueError as error:
+            if isinstance(error, BadScheme) or "transformations" not in str(error):
+                raise
+            # MLX's words for a value that is read while there is none yet.
+            raise self._refusal("reads values in its step") from error
         for cache, (keys, values) in zip(self._caches, written, strict=True):
             cache.keys, cache.values = keys, values
             cache.offset = cache.offset + 1
@@ -134,6 +157,22 @@ class CompiledDecode:
         logits = self._model(tokens, cache=traced)
         return logits, [(cache.keys, cache.values) for cache in traced]
 
+    def _check(self, found: mx.array, expected: mx.array) -> None:
+        finite = mx.isfinite(expected)
+        alike = mx.array_equal(finite, mx.isfinite(found))
+        worst = mx.where(finite, mx.abs(found - expected), 0).max()
+        largest = mx.where(finite, mx.abs(expected), 0).max()
+        rounding = max(ROUNDING * mx.finfo(expected.dtype).eps, LEAST_ROUNDING)
+        if not (alike & (worst <= rounding * largest)).item():
+            raise self._refusal("gives other logits over a whole buffer")
+        self._checked = True
+
+    def _refusal(self, why: str) -> BadScheme:
+        return BadScheme(
+            f"{type(self._model).__module__} {why}; it cannot be decoded by a compiled step",
+            remedy="Decode this model without compilation.",
+        )
+
 
 def positions_of(cache: Any) -> mx.array:
     """The position that the next token of each row takes, ``int32 [B]``."""
@@ -141,6 +180,15 @@ def positions_of(cache: Any) -> mx.array:
     if isinstance(offset, int):
         return mx.array([offset] * cache.keys.shape[0], dtype=mx.int32)
     return mx.array(offset).astype(mx.int32)
+
+
+def _twins(caches: Sequence[Any]) -> list[Any]:
+    """Caches with the same rows, behind arrays of their own: a step leaves ``caches`` alone."""
+    twins = []
+    for cache in caches:
+        state = (x[...] if isinstance(x, mx.array) else x for x in cache.state)
+        twins.append(type(cache).from_state(tuple(state)))
+    return twins
 
 
 def _slot(cache: Any) -> int:

@@ -153,3 +153,23 @@ def test_an_empty_cache_is_refused(model):
     caches = make_prompt_cache(model)
     with pytest.raises(EmptyCache, match=r"^Layer 0: KVCache covers no token"):
         CompiledDecode(model, caches)(mx.array([[1]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        # Its last layers take their position from the number of keys that they borrow.
+        ("afm7", "mlx_lm.models.afm7 gives other logits over a whole buffer"),
+        ("gpt_bigcode", "mlx_lm.models.gpt_bigcode reads values in its step"),
+    ],
+)
+def test_a_model_that_cannot_be_decoded_so_is_refused_at_the_first_step(name, why):
+    model = models.build(name)
+    caches, plain = primed(model), primed(model)
+    step = CompiledDecode(model, caches)
+    for _ in range(2):
+        with pytest.raises(BadScheme, match=why):
+            step(mx.array([[7]]))
+    found, expected = (run(model, used, [7]) for used in (caches, plain))
+    np.testing.assert_array_equal(bits(found), bits(expected))
+    assert caches[0].offset == len(PROMPT) + 1
