@@ -33,7 +33,7 @@ from kvkeep.caches.chunked_quant import ChunkedQuantizedKVCache
 from kvkeep.caches.quantized import DenseQuantizedKVCache, QuantizedRows, dequantize
 from kvkeep.caches.reads import Reads, mask_of
 from kvkeep.caches.rotating_quant import RotatingQuantizedKVCache
-from kvkeep.caches.scheme import check_affine, check_start
+from kvkeep.caches.scheme import check_affine, check_head, check_start
 from kvkeep.errors import BadScheme
 
 _KINDS: dict[type, str] = {
@@ -160,8 +160,13 @@ class DelayedKVCache(Reads):
         return None if self.converted else max(0, self.start - self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Append ``[B, H, L, D]``; what attention reads, rows or planes. Converts when due."""
+        """Append ``[B, H, L, D]``; what attention reads, rows or planes. Converts when due.
+
+        Raises ``BadScheme`` where heads are no whole groups; nothing is appended then.
+        """
         held = self.caches[0]
+        check_head("Keys", keys.shape[3], self.group_size)
+        check_head("Values", values.shape[3], self.group_size)
         read = held.update_and_fetch(keys, values)
         self._planes_read = hasattr(held, "bits")
         self._last = None

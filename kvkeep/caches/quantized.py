@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from kvkeep.caches.reads import Reads
-from kvkeep.caches.scheme import check_affine
+from kvkeep.caches.scheme import check_affine, check_head
 
 Planes = tuple[mx.array, mx.array, mx.array]
 """Packed words, scales and biases, each ``[B, H, T, …]``."""
@@ -87,7 +87,12 @@ class QuantizedRows(Reads):
             self.values = quantize(plain.values, self.group_size, self.packed_bits)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append ``[B, H, L, D]``, which is quantized first; all rows as attention reads them."""
+        """Append ``[B, H, L, D]``, which is quantized first; all rows as attention reads them.
+
+        Raises ``BadScheme`` where heads are no whole groups; nothing is appended then.
+        """
+        check_head("Keys", keys.shape[3], self.group_size)
+        check_head("Values", values.shape[3], self.group_size)
         new = [quantize(rows, self.group_size, self.packed_bits) for rows in (keys, values)]
         parts = self._parts()
         rows = [part.update_and_fetch(*pair) for part, *pair in zip(parts, *new, strict=True)]

@@ -308,3 +308,16 @@ def test_it_costs_what_its_planes_hold(make):
 def test_what_cannot_be_is_refused(make, problem):
     with pytest.raises(BadScheme, match=problem):
         make()
+
+
+@pytest.mark.parametrize("make", OURS.values(), ids=OURS)
+@pytest.mark.parametrize(("k", "v", "side"), [(48, 64, "Keys"), (64, 80, "Values")])
+def test_a_head_that_is_no_whole_groups_is_refused_at_once(make, k, v, side):
+    """Also by a delayed cache, long before it converts."""
+    cache = make()
+    problem = f"{side} of head size .* no whole groups of 32; no valid group size divides it"
+    with pytest.raises(BadScheme, match=problem):
+        cache.update_and_fetch(mx.ones((1, 2, 3, k)), mx.ones((1, 2, 3, v)))
+    assert (cache.offset, cache.empty()) == (0, True)
+    feed(cache, 3)
+    assert cache.offset == 3

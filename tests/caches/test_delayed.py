@@ -259,3 +259,24 @@ def test_a_window_is_converted_as_it_lies():
     assert (held.offset, held._idx) == (plain.offset, plain._idx) == (20, 8)
     assert same_bits(held.keys, mx.quantize(plain.keys, group_size=32, bits=4)) > 0
     assert same_bits(held.values, mx.quantize(plain.values, group_size=32, bits=4)) > 0
+
+
+def test_at_most_one_layer_is_held_twice():
+    rows = Rows(8, 256, 256)
+    caches = [DelayedKVCache(8, 64, 600) for _ in range(6)]
+    for cache in caches:
+        cache.update_and_fetch(*rows.at(0, 599))
+    mx.eval([cache.state for cache in caches])
+    plain = caches[0].nbytes
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    queries = rows.at(599, 600)[0]
+    for cache in caches:
+        # As in a model, each layer reads what the one before it computed.
+        keys, values = cache.update_and_fetch(queries, rows.at(599, 600)[1])
+        queries = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.1, mask=None)
+    del keys, values
+    mx.eval(queries, [cache.state for cache in caches])
+    assert all(cache.converted for cache in caches)
+    assert mx.get_peak_memory() - before < 1.5 * plain
+    assert mx.get_active_memory() < before - 2 * plain
