@@ -10,6 +10,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 import kvkeep
@@ -305,3 +306,18 @@ def test_importing_the_room_imports_nothing_heavy():
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_a_draft_model_verifies_across_the_start(llama):
+    """mlx-lm's speculative decoding trims what it rejects; conversions stay."""
+    draft = build("llama", seed=1)
+    caches = [*make(llama, "affine:4:32@42"), *make(draft, "affine:4:32@42")]
+    steps = speculative_generate_step(
+        mx.array(PROMPT), llama, draft, num_draft_tokens=3, max_tokens=10, prompt_cache=caches
+    )
+    tokens = [int(token) for token, *_ in steps]
+    assert len(tokens) == 10
+    assert all(cache.converted for cache in caches)
+    for cache in caches:
+        assert 42 <= cache.minimum_resumable_offset <= 46
+        assert 48 <= cache.offset <= 50
