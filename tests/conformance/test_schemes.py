@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -123,3 +123,46 @@ def parts(caches):
     """Every cache of a layer, out of its list."""
     for cache in caches:
         yield from parts(cache.caches) if isinstance(cache, CacheList) else [cache]
+
+
+OTHERS = ("affine:8:32", "turbo:8:3")
+"""One of these for each model, in turn."""
+
+ONLY_WINDOWS = {"recurrent_gemma"}
+"""Models whose caches with rows are all windows, which turbo and paged leave as they are."""
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        (name, "affine:8:32" if name in ONLY_WINDOWS else OTHERS[i % len(OTHERS)])
+        for i, name in enumerate(name for name in RUNNABLE if name not in REFUSED)
+    ],
+)
+def test_other_schemes_run_and_resume(name, scheme, tmp_path):
+    model, tokens = wide.build(name, head=64 if "turbo" in scheme else 32), tokens_of(name)
+    caches = make(model, scheme)
+    edges, answers = (15, 16, 21), {}
+    plain = make(model, "bf16")
+    assert {type(cache) for cache in parts(caches)} - {type(cache) for cache in parts(plain)}
+    with kvkeep.open(tmp_path, max_bytes="1GB") as store:
+        space = store.space(identity={"model": name}, layout=caches)
+        start = 0
+        for stop in edges:
+            answers[start], _ = forward(model, caches, tokens[start:stop])
+            if scheme.startswith("paged"):
+                wanted, _ = forward(model, plain, tokens[start:stop])
+                assert np.array_equal(answers[start], wanted)
+            if stop < edges[-1]:
+                assert space.snapshot(tokens[:stop], caches).stored
+            start = stop
+        compared = 0
+        for p in edges[:-1]:
+            hit = space.resume(tokens[: p + 1])
+            assert hit.offset == p
+            for start, stop in pairwise(edges):
+                if start >= p:
+                    logits, _ = forward(model, hit.caches, tokens[start:stop])
+                    assert np.array_equal(logits, answers[start]), (p, start)
+                    compared += 1
+    assert compared == 3
