@@ -21,6 +21,8 @@ def widths(head):
         **dict.fromkeys(("swa_head_dim", "swa_v_head_dim", "query_pre_attn_scalar"), head),
         **dict.fromkeys(("mamba_head_dim", "mamba_d_head"), head),
         **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), head),
+        "global_head_dim": 2 * head,
+        "index_head_dim": head,
         "mamba_d_ssm": 4 * head,
         "kv_lora_rank": 2 * head,
         "rotary_dim": head // 2,
