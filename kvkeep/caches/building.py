@@ -88,8 +88,9 @@ def _built(model: Any, scheme: Scheme, heads: dict[str, Heads]) -> list[Any]:
     """
     trials = [scheme]
     if isinstance(scheme, Affine) and scheme.start is not None:
-        # Before the conversion and after it; a trial never converts.
-        trials = [replace(scheme, start=_NEVER), replace(scheme, start=None)]
+        # Before the conversion and after it; a trial never converts. Planes are planes at any
+        # width, and from the first token on mlx-lm has not all of them.
+        trials = [replace(scheme, start=_NEVER), replace(scheme, start=None, bits=POWERS[0])]
     problem = ""
     # Keys without values are selected by, with a mask for each query head: not for planes.
     selects = any(not each.values for each in heads.values())

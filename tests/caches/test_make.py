@@ -191,7 +191,9 @@ def forward_values(model, caches):
     return np.concatenate(out)
 
 
-@pytest.mark.parametrize("text", ["affine:8:32", "affine:4:32@20", "affine:4:32@0"])
+@pytest.mark.parametrize(
+    "text", ["affine:8:32", "affine:4:32@20", "affine:4:32@0", "affine:3:32@20", "affine:6:32"]
+)
 def test_resumes_bit_for_bit_through_a_store(windowed, text, tmp_path):
     name, model = windowed
     caches, edges = make(model, text), (8, 16, 24, 25, 26, 33, 40)
