@@ -60,9 +60,13 @@ class Identity:
         """The digest of the tenant's salt, empty without one."""
         return dict(self.fields).get("salt", "")
 
-    def part(self, name: str, layout: Iterable[str]) -> Identity:
-        """The identity of a companion that is stored beside this one, such as a draft model."""
+    def part(self, name: str, layout: Iterable[str], kv_scheme: str | None = None) -> Identity:
+        """The identity of a companion that is stored beside this one, such as a draft model.
+
+        Without a scheme of its own it has that of this one.
+        """
         fields = dict(self.fields) | {"part": name, "layout": ",".join(layout)}
+        fields |= {"kv_scheme": kv_scheme} if kv_scheme else {}
         return Identity(tuple(sorted(fields.items())), f"{self.label} ({name})")
 
     @staticmethod

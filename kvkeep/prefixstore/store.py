@@ -224,7 +224,8 @@ class Store:
         draft = None
         if draft_layout is not None:
             drafted = kind_tree(draft_layout)
-            draft = Space(self._core, found.part("draft", drafted), drafted, step)
+            part = found.part("draft", drafted, scheme_of(draft_layout))
+            draft = Space(self._core, part, drafted, step)
         if ttl is not None or quota is not None:
             for each in (found, draft.identity if draft is not None else found):
                 self._core.limit(each, ttl, quota)

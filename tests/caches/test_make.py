@@ -288,6 +288,18 @@ def test_schemes_do_not_share_a_space(llama, tmp_path):
         assert len(spaces) == 5
 
 
+def test_a_draft_s_scheme_is_its_own(llama, tmp_path):
+    draft = build("llama", seed=1)
+    with kvkeep.open(tmp_path, max_bytes="1GB") as store:
+        ids = set()
+        for text in ("affine:4:32", "affine:8:32"):
+            space = store.space(
+                identity={}, layout=make(llama, "affine:4:32"), draft_layout=make(draft, text)
+            )
+            ids |= {space.id, space.draft.id}
+    assert len(ids) == 3
+
+
 def test_a_server_could_take_the_single_path(llama):
     """No batch layout is offered, so mlx_lm.server reads such requests one by one."""
     for text in ("affine:4:32", "affine:4:32@9", "affine:3:32"):
