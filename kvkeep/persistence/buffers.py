@@ -15,21 +15,24 @@ import numpy as np
 if TYPE_CHECKING:
     Host = np.ndarray[Any, np.dtype[Any]]
 
-LARGE = 1 << 20
+HUGE_PAGE = 1 << 21
 
 
 def fresh(nbytes: int) -> Host:
     """``nbytes`` writable bytes with undefined contents, given back when no view is left."""
-    if nbytes < LARGE:
+    if nbytes < HUGE_PAGE:
         return np.empty(nbytes, np.uint8)
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Linux begins a mapping at a huge page only if it is as long as some; the rest is not touched.
+    room = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    mapping = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        _ask_for_huge_pages(mapping)
-    return np.frombuffer(mapping, np.uint8)
+        _ask_for_huge_pages(mapping, nbytes // HUGE_PAGE * HUGE_PAGE)
+    return np.frombuffer(mapping, np.uint8)[:nbytes]
 
 
-def _ask_for_huge_pages(mapping: mmap.mmap) -> None:
+def _ask_for_huge_pages(mapping: mmap.mmap, nbytes: int) -> None:
+    """For the first ``nbytes``; a tail would take a whole one."""
     try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(mmap.MADV_HUGEPAGE, 0, nbytes)
     except OSError:
         return  # a kernel without them

@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +54,16 @@ def host(array: mx.array) -> Host:
     An array that is not evaluated is, so call this on the thread that owns its stream. Raises
     ``StoreClosed`` where MLX cannot work, see ``need_mlx``.
     """
+    return hosts({"": array})[""]
+
+
+def hosts(arrays: Mapping[str, mx.array]) -> dict[str, Host]:
+    """As ``host`` for each of ``arrays``, evaluated together."""
     need_mlx()
-    view = _view(array)
-    view.flags.writeable = False
-    return view
+    views = _views(arrays)
+    for view in views.values():
+        view.flags.writeable = False
+    return views
 
 
 class Slab:
@@ -78,14 +84,12 @@ class Slab:
             self._arrays = _untouched(loadable) if loadable and fills_in_place() else {}
         except RuntimeError as error:  # all that MLX can say of memory that it did not get
             raise MemoryError(f"MLX got no memory for the caches ({error})") from error
-        self.views: dict[str, Host] = {}
+        self.views: dict[str, Host] = _views(self._arrays)
+        for view in self.views.values():
+            _ask_for_huge_pages(view)
         for spec in specs:
-            array = self._arrays.get(spec.name)
-            if array is None:
+            if spec.name not in self.views:
                 self.views[spec.name] = np.empty(spec.shape, spec.host_dtype)
-            else:
-                self.views[spec.name] = _view(array)
-                _ask_for_huge_pages(self.views[spec.name])
 
     def take(self) -> dict[str, mx.array]:
         """The filled arrays by name, evaluated. The slab is empty afterwards, and so is ``views``.
@@ -109,7 +113,7 @@ def fills_in_place() -> bool:
     pattern = np.arange(15, dtype=np.uint16).reshape(3, 5) * 1000
     try:
         array = _untouched([spec])["probe"]
-        view = _view(array)
+        view = _views({"": array})[""]
         view[...] = pattern
         del view
         seen = mx.array_equal(array.view(mx.uint16), mx.array(pattern))
@@ -176,12 +180,18 @@ def _untouched(specs: Sequence[TensorSpec]) -> dict[str, mx.array]:
     return found
 
 
-def _view(array: mx.array) -> Host:
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16)
-    mx.eval(array)
-    buffer: Any = array
-    return np.asarray(memoryview(buffer))
+def _views(arrays: Mapping[str, mx.array]) -> dict[str, Host]:
+    """Numpy views; one evaluation for all of them, as each costs as much as a small copy."""
+    bits = {
+        name: array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+        for name, array in arrays.items()
+    }
+    mx.eval(list(bits.values()))
+    return {name: _numpy(array) for name, array in bits.items()}
+
+
+def _numpy(array: Any) -> Host:
+    return np.asarray(memoryview(array))
 
 
 def _converted(spec: TensorSpec, filled: Host) -> mx.array:

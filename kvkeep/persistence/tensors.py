@@ -67,12 +67,12 @@ class TensorSpec:
         if min(self.shape, default=0) < 0:
             raise ValueError(f"{self.shape} has a negative extent")
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return int(HOST_DTYPES[self.dtype][2:])
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole tensor, uncompressed."""
         return prod(self.shape) * self.itemsize

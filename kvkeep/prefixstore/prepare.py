@@ -1,23 +1,24 @@
 """The caller's half of a snapshot: what is new is copied out, and nothing else is touched.
 
 Runs on the caller's thread, because MLX arrays may be evaluated only there. Rows go straight
-from the live arrays into the frames that will be written; no buffer of the cache is held
-when this returns (I10).
+from the live arrays into the frames that will be written (``copying.py``); no buffer of the
+cache is held when this returns (I10).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.codecs.base import Description, State, dtype_name
+from kvkeep.codecs.base import State, dtype_name
 from kvkeep.errors import EmptyCache, OffsetMismatch
 from kvkeep.persistence.environment import Transaction
 from kvkeep.persistence.frame import Draft
 from kvkeep.persistence.memory import host, need_mlx
 from kvkeep.persistence.tensors import TensorSpec
+from kvkeep.prefixstore.copying import RowDraft, copy_rows
 from kvkeep.prefixstore.publish import Snapshot
 from kvkeep.prefixstore.ranges import (
     Ranges,
@@ -30,21 +31,10 @@ from kvkeep.prefixstore.ranges import (
     total,
 )
 from kvkeep.prefixstore.recipe import Layer, Live, read_caches
-from kvkeep.prefixstore.threads import run_all
 from kvkeep.prefixstore.tokens import Tokens, common_prefix
 from kvkeep.prefixstore.trie import held_on, walk
 
 STATE_NAME = "{layer}/state/{name}"
-
-
-@dataclass(frozen=True)
-class RowDraft:
-    """The rows of one family for ``[start, stop)``, copied out and not yet sealed."""
-
-    family: int
-    start: int
-    stop: int
-    draft: Draft
 
 
 @dataclass(frozen=True)
@@ -167,63 +157,11 @@ def _held(live: Live, family: int, offset: int) -> Ranges:
 def _copy_rows(
     live: Live, snapshot: Snapshot, missing: Sequence[Ranges], cuts: Sequence[int]
 ) -> tuple[RowDraft, ...]:
-    if not any(missing):
-        return ()
-    planes = _planes(live)
-    out = []
-    for index, family in enumerate(live.recipe.families):
-        layers = [(i, live.recipe.layers[i]) for i in family.layers]
-        axes = [spec.axis for _, layer in layers for spec in layer.rows]
-        for start, stop in pieces(missing[index], family.chunk_tokens, cuts):
-            specs = [
-                TensorSpec(f"{i}/{spec.name}", spec.dtype, spec.sized(stop - start))
-                for i, layer in layers
-                for spec in layer.rows
-            ]
-            extra = {
-                "space": snapshot.space,
-                "recipe": snapshot.recipe.id,
-                "family": index,
-                "start": start,
-                "stop": stop,
-                "axes": axes,
-            }
-            out.append(RowDraft(index, start, stop, Draft(specs, extra)))
-    run_all(lambda row: _fill(live, planes, row), out)
-    return tuple(out)
-
-
-def _fill(live: Live, planes: Mapping[str, Any], row: RowDraft) -> None:
-    """Copy the rows of one chunk into its draft."""
-    for i in live.recipe.families[row.family].layers:
-        for spec in live.recipe.layers[i].rows:
-            name = f"{i}/{spec.name}"
-            out = row.draft.views[name]
-            _copy(live.leaves[i][2], planes[name], out, spec.axis, row.start, row.stop)
-
-
-def _planes(live: Live) -> dict[str, Any]:
-    """Zero-copy views on the live arrays, by layer and name. Short-lived, see ``host``."""
-    import mlx.core as mx
-
-    found = {
-        f"{i}/{name}": array
-        for i, (codec, cache, facts) in enumerate(live.leaves)
-        if facts.rows
-        for name, array in codec.planes(cache).items()
-    }
-    mx.eval(list(found.values()))
-    return {name: host(array) for name, array in found.items()}
-
-
-def _copy(facts: Description, plane: Any, out: Any, axis: int, start: int, stop: int) -> None:
-    lead = (slice(None),) * axis
-    for segment in facts.held:
-        a = max(start, segment.position)
-        b = min(stop, segment.position + segment.length)
-        if a < b:
-            slot = segment.slot + a - segment.position
-            out[(*lead, slice(a - start, b - start))] = plane[(*lead, slice(slot, slot + b - a))]
+    wanted = [
+        list(pieces(ranges, family.chunk_tokens, cuts))
+        for ranges, family in zip(missing, live.recipe.families, strict=True)
+    ]
+    return copy_rows(live, wanted, {"space": snapshot.space, "recipe": snapshot.recipe.id})
 
 
 def _copy_state(snapshot: Snapshot, states: Sequence[State | None]) -> Draft | None:

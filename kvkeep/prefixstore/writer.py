@@ -27,8 +27,9 @@ from kvkeep.errors import CorruptFrame, KvkeepError, StoreFull
 from kvkeep.persistence.environment import Environment, Transaction
 from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore import layout
+from kvkeep.prefixstore.copying import RowDraft
 from kvkeep.prefixstore.ledger import Ledger
-from kvkeep.prefixstore.prepare import Prepared, RowDraft
+from kvkeep.prefixstore.prepare import Prepared
 from kvkeep.prefixstore.publish import Chunk, Snapshot, Vanished, publish
 from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.receipt import Receipt
@@ -185,7 +186,7 @@ class Writer:
             return 0
         self._check_disk(prepared.nbytes)
         if prepared.nbytes <= ONE_TRANSACTION:
-            sealed = [(row, row.draft.seal()) for row in prepared.rows]
+            sealed = list(self._sealed(prepared.rows))
             with self._env.begin(write=True) as txn:
                 ledger = Ledger(txn)
                 self._make_room(ledger, prepared)
@@ -202,6 +203,7 @@ class Writer:
                 ledger.settle()
                 txn.put("pending", layout.pair(job, 0), _pending(prepared.nbytes))
             chunks = []
+            # One to a transaction: LMDB then has the same memory again for the next.
             for row, data in self._sealed(prepared.rows):
                 with self._env.begin(write=True) as txn:
                     ledger = Ledger(txn)
@@ -251,8 +253,10 @@ class Writer:
     def _fit(self, ledger: Ledger, prepared: Prepared, more: int, more_state: int = 0) -> None:
         """Evict what the snapshot does not build on until ``more`` bytes fit the budgets."""
         txn, snapshot = ledger.txn, prepared.snapshot
-        path = walk(txn, snapshot.space, snapshot.tokens)
         room = Room(ledger, budget_of(txn, self._limits.max_bytes) - _reserved(txn))
+        if not room.is_due(snapshot.space, more):
+            return
+        path = walk(txn, snapshot.space, snapshot.tokens)
         if ledger.used + more > room.budget:
             self.settle_uses(ledger)
         room.spare = {node.id for node in path.nodes}
