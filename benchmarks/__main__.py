@@ -39,6 +39,7 @@ MEASUREMENTS = (
     "startup",
     "memory",
     "damage",
+    "prefill",
 )
 """In the order of the table; each is a module of this package with a ``measure``."""
 

@@ -95,8 +95,8 @@ def check_version(version: str | None = None) -> None:
 def serve(store: Store, settings: Settings, arguments: Sequence[str]) -> bool:
     """Run the server with its own command line ``arguments`` until it is told to stop.
 
-    Answers whether all that was accepted is durable by then. Run it within ``stoppable``. Raises ``UnsupportedServer``,
-    ``PortInUse``, and ``SystemExit`` for arguments that the server refuses.
+    Answers whether all that was accepted is durable by then. Run it within ``stoppable``. Raises
+    ``UnsupportedServer``, ``PortInUse``, and ``SystemExit`` for arguments that the server refuses.
     """
     import sys
 

@@ -89,7 +89,7 @@ class Server:
     def client(self) -> openai.OpenAI:
         """The official client."""
         return openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=600
         )
 
     def stop(self, number: int = signal.SIGTERM, within: float = 30.0) -> int:

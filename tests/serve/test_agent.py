@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.replay import replay, turns_of
-
-SESSION = Path(__file__).parents[1] / "data" / "agent_session.json"
+from tests.serve.replay import SESSION, replay, turns_of
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])
