@@ -90,9 +90,17 @@ class PageCheck:
 
 
 def check_pages(
-    file: Path, most: int | None = None, *, deep: bool = False, held: int | None = None
+    file: Path,
+    most: int | None = None,
+    *,
+    skim: int = 0,
+    deep: bool = False,
+    held: int | None = None,
 ) -> PageCheck:
     """Check the trees of ``file`` from their roots down, and no more than ``most`` pages.
+
+    Of ``skim`` leaves after these it looks at the heads, which tell a page that was zeroed, or
+    that belongs elsewhere. That takes a tenth of the time.
 
     A short file is checked whole in any case. ``deep`` also reads the first page of every value
     that has pages of its own, and checks that no page is used twice, or used and free. ``held``
@@ -105,7 +113,7 @@ def check_pages(
     fd = os.open(file, os.O_RDONLY)
     try:
         for _ in range(TRIES):
-            found = _check(fd, most, deep, held)
+            found = _check(fd, most, deep, held, skim)
             now = held if held is not None else _check(fd, 0, deep=False).transaction
             if found.transaction == now:
                 return found
@@ -114,7 +122,9 @@ def check_pages(
         os.close(fd)
 
 
-def _check(fd: int, most: int | None, deep: bool, held: int | None = None) -> PageCheck:
+def _check(
+    fd: int, most: int | None, deep: bool, held: int | None = None, skim: int = 0
+) -> PageCheck:
     found = PageCheck()
     try:
         meta = _newest(fd)
@@ -126,6 +136,9 @@ def _check(fd: int, most: int | None, deep: bool, held: int | None = None) -> Pa
         walk = _Walk(fd, meta, size, deep)
         while walk.waiting and (most is None or found.short or walk.pages < most):
             walk.step()
+            found.pages = walk.pages
+        if walk.waiting and skim:
+            walk.skim(skim)
             found.pages = walk.pages
         found.complete = not walk.waiting
         if deep:
@@ -247,6 +260,30 @@ class _Walk:
             found = [key[::-1] for key in found]
         if any(a >= b for a, b in pairwise(found)):
             raise self._fault(job, "has keys out of order")
+
+    def skim(self, most: int) -> None:
+        """Look at the heads of the next ``most`` pages, at most; at inner pages as ``step`` does.
+
+        Ends with pages waiting that were skimmed: the check is not complete.
+        """
+        skimmed = []
+        end = self.pages + most
+        while self.waiting and self.pages < end:
+            job = self.waiting[0]
+            if job.depth > 1 or job.holds_trees:
+                self.step()
+                continue
+            self.waiting.popleft()
+            skimmed.append(job)
+            self.pages += 1
+            self._span(job, job.page, 1)
+            head = os.pread(self._fd, HEADER, job.page * self._meta.psize)
+            number, _, kind, lower, upper = _HEADER.unpack(head)
+            if number != job.page or kind != LEAF:
+                raise self._fault(job, "is not the page that belongs there")
+            if not HEADER < lower <= upper <= self._meta.psize:
+                raise self._fault(job, "has bounds that cannot be")
+        self.waiting.extend(skimmed)
 
     def check_extents(self) -> None:
         """No page is used twice, and none is free that is used."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvkeep.errors import Damaged, NotAStore
-from kvkeep.persistence.environment import Environment
+from kvkeep.persistence.environment import OPENING_PAGES, Environment
 from kvkeep.persistence.pages import check_pages
 
 MIB = 1 << 20
@@ -212,3 +212,26 @@ def test_a_busy_store_is_never_called_damaged(tmp_path: Path) -> None:
         thread.join()
         assert checked > 4
         assert env.check().complete
+
+
+def test_leaves_far_from_the_roots_are_looked_at_before_lmdb_is(tmp_path: Path) -> None:
+    """LMDB ends the process on a leaf that was zeroed."""
+    folder = tmp_path / "store"
+    with opened(folder) as env, env.begin(write=True) as txn:
+        for number in range(12_000):
+            txn.put("nodes", number.to_bytes(8, "big"), bytes(300))
+    file = folder / "data.mdb"
+    data = file.read_bytes()
+    whole = check_pages(file)
+    assert whole.complete
+    assert whole.pages > 1.5 * OPENING_PAGES
+    skimmed = check_pages(file, OPENING_PAGES, skim=1 << 16)
+    assert (skimmed.faults, skimmed.pages, skimmed.complete) == ([], whole.pages, False)
+    assert check_pages(file, OPENING_PAGES, skim=100).pages == OPENING_PAGES + 100
+    page = (whole.pages + OPENING_PAGES) // 2  # pages were appended in the order of the keys
+    for content in (bytes(PAGE), data[(page - 1) * PAGE : page * PAGE]):
+        file.write_bytes(data[: page * PAGE] + content + data[(page + 1) * PAGE :])
+        assert not check_pages(file, OPENING_PAGES).faults, "it is not near the roots"
+        for read_only in (True, False):
+            with pytest.raises(Damaged, match=f"page {page} "):
+                Environment(folder, map_size=256 * MIB, databases=NAMES, read_only=read_only)
