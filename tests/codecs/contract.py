@@ -343,5 +343,6 @@ def _again(cache: Any) -> Any:
 
 def _fresh(value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return type(value)(_fresh(x) for x in value)
+        inner = [_fresh(x) for x in value]
+        return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
     return mx.array(value) if isinstance(value, mx.array) else value

@@ -26,6 +26,7 @@ KINDS = [
     "kv-chunked-quant",
     "kv-compressed",
     "kv-concat",
+    "kv-paged",
     "kv-quant",
     "kv-rotating",
     "kv-rotating-quant",
