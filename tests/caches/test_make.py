@@ -18,6 +18,7 @@ from kvkeep import Reason
 from kvkeep.caches import make
 from kvkeep.caches.chunked_quant import ChunkedQuantizedKVCache
 from kvkeep.caches.delayed import DelayedKVCache
+from kvkeep.caches.paged import PagedKVCache
 from kvkeep.caches.quantized import DenseQuantizedKVCache
 from kvkeep.caches.rotating_quant import RotatingQuantizedKVCache
 from kvkeep.caches.scheme import parse
@@ -116,7 +117,7 @@ def test_a_kind_that_no_scheme_knows_is_named():
         make(wide.build("deepseek_v41"), "paged:16")
 
 
-@pytest.mark.parametrize("text", ["bf16", "affine:4:32", "affine:4:32@9"])
+@pytest.mark.parametrize("text", ["bf16", "affine:4:32", "affine:4:32@9", "paged:8"])
 def test_nothing_is_allocated_and_the_history_is_known(llama, text):
     caches = make(llama, text)
     arrays = [x for cache in caches for _, x in tree_flatten(vars(cache))]
@@ -137,6 +138,7 @@ def test_what_each_layer_gets(windowed):
 
     assert kinds("affine:4:32") == [full if x is KVCache else window for x in plain]
     assert set(kinds("affine:4:32@9")) == {DelayedKVCache}
+    assert kinds("paged:8") == [PagedKVCache if x is KVCache else x for x in plain]
 
 
 def test_turbo_leaves_windows_and_recurrent_layers():
@@ -154,7 +156,7 @@ def build_with_heads_of_64(name):
     return models.build(name, head_dim=64)
 
 
-@pytest.mark.parametrize("text", ["affine:8:32", "affine:4:32@20"])
+@pytest.mark.parametrize("text", ["affine:8:32", "affine:4:32@20", "paged:8"])
 def test_mlx_lm_generates_with_them_unchanged(windowed, tokenizer, text):
     """Text, chunk by chunk; the answer is that of forwards over the same caches."""
     _, model = windowed
@@ -192,7 +194,8 @@ def forward_values(model, caches):
 
 
 @pytest.mark.parametrize(
-    "text", ["affine:8:32", "affine:4:32@20", "affine:4:32@0", "affine:3:32@20", "affine:6:32"]
+    "text",
+    ["affine:8:32", "affine:4:32@20", "affine:4:32@0", "affine:3:32@20", "affine:6:32", "paged:8"],
 )
 def test_resumes_bit_for_bit_through_a_store(windowed, text, tmp_path):
     name, model = windowed
