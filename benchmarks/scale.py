@@ -16,9 +16,13 @@ Times are medians. The growth is that of the last size over the first. The store
 durability="process", so that the disk's own time for a flush, which is the same at any size, is
 left out.
 
+``--churn`` measures something else: a store of 1 GiB that is full, into which 8 GiB of
+conversations of 1 to 16 MiB are written. For each GiB: the seconds, and the file over the budget.
+
 Examples:
   python -m benchmarks.scale                          all sizes: about half an hour, 2 GB of disk
   python -m benchmarks.scale --nodes 1000 10000       these sizes
+  python -m benchmarks.scale --churn                  a minute or two
   python -m benchmarks.scale --json out.json
 """
 
@@ -45,6 +49,7 @@ SIZES = (1000, 10_000, 100_000, 1_000_000)
 TINY = Shape(1, 1, 1)
 SYSTEMS, SYSTEM, TURN = 20, 50, 6
 TURNS = 10
+CHURNED = Shape(4, 8, 128)
 SHARED = 3 * TURN + TURN // 2
 REPEATS = 200
 AHEAD = 1 << 40
@@ -200,6 +205,38 @@ def listing(folder: str) -> Answer:
     }
 
 
+def churn(folder: str, budget: int, times: int) -> Answer:
+    """Write ``times`` budgets of new conversations; what each took, and the file's size."""
+    load_imports()
+    import mlx.core as mx
+
+    from kvkeep.prefixstore.store import open_store
+
+    rng = np.random.default_rng(4)
+    pool = {}
+    for count in range(64, 1025, 64):
+        pool[count] = empty(CHURNED)
+        for cache in pool[count]:
+            rows = mx.array(rng.integers(0, 1 << 16, (1, 8, count, 128), np.uint16))
+            cache.update_and_fetch(rows.view(mx.bfloat16), rows.view(mx.bfloat16))
+            mx.eval(cache.keys, cache.values)
+    seconds, sizes, gone = [], [], []
+    with open_store(folder, max_bytes=budget, disk_reserve=1, durability="process") as store:
+        space = store.space(identity=IDENTITY, layout=empty(CHURNED))
+        for _ in range(times):
+            written = 0
+            began = time.perf_counter()
+            while written < budget:
+                count = int(rng.choice(list(pool)))
+                receipt = space.snapshot(rng.integers(0, 150_000, count), pool[count])
+                assert receipt.stored, receipt.reason
+                written += receipt.bytes_written
+            seconds.append(time.perf_counter() - began)
+            sizes.append(store.env.file_bytes() / budget)
+            gone.append(len(store.conversations()))
+    return {"seconds": seconds, "file": sizes, "kept": gone}
+
+
 def median(run: Callable[[], Any], repeats: int) -> float:
     """Milliseconds of ``run``."""
     taken = []
@@ -254,6 +291,18 @@ def measure(bench: Bench, sizes: list[int]) -> list[dict[str, float]]:
     return out
 
 
+def churned(bench: Bench) -> str:
+    """Markdown: a row for each time the budget was written."""
+    found = bench.step(churn, folder=bench.folder / "store", budget=1 << 30, times=8)
+    lines = [
+        "| budgets written | s | file ÷ budget | conversations kept |",
+        "|---:|---:|---:|---:|",
+    ]
+    rows = zip(found["seconds"], found["file"], found["kept"], strict=True)
+    lines += [f"| {n} | {s:.1f} | {f:.2f} | {k} |" for n, (s, f, k) in enumerate(rows, 1)]
+    return "\n".join(lines)
+
+
 def table(rows: list[dict[str, float]]) -> str:
     """Markdown: a column for each size, and the growth from the first to the last."""
     lines = ["| |" + " |" * len(rows) + " growth |", "|---|" + "---:|" * (len(rows) + 1)]
@@ -272,15 +321,18 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, nargs="+", default=list(SIZES), help="sizes")
     parser.add_argument("--rounds", type=int, default=3, help="how often each size is measured")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--churn", action="store_true", help="a full store instead")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     from benchmarks import scale
 
     with tempfile.TemporaryDirectory(prefix="kvkeep-scale-", dir=options.folder) as folder:
         # Not this module's own, which is called __main__: steps are found by name.
-        rows = scale.measure(
-            Bench(Path(folder), options.rounds, quick=False), sorted(options.nodes)
-        )
+        bench = Bench(Path(folder), options.rounds, quick=False)
+        if options.churn:
+            print(scale.churned(bench))
+            return 0
+        rows = scale.measure(bench, sorted(options.nodes))
     print(table(rows))
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
