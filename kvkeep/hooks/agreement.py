@@ -41,6 +41,13 @@ def common_offset(reach: Callable[[int], int], limit: int, agree: Agree) -> int:
         limit = least
 
 
+def any_rank(told: bool) -> bool:
+    """Whether any rank tells so; all of them must ask."""
+    import mlx.core as mx
+
+    return bool(mx.distributed.all_max(mx.array(int(told), mx.int32)).item())
+
+
 def rank_name() -> str:
     """What tells the shards of this rank from those of others; empty where it is alone."""
     import mlx.core as mx

@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import warnings
+from _thread import interrupt_main
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from typing import Any
 import mlx_lm
 
 from kvkeep.errors import KvkeepError
-from kvkeep.hooks.agreement import between_ranks, rank_name
+from kvkeep.hooks.agreement import any_rank, between_ranks, rank_name
 from kvkeep.hooks.answers import Watched, request_key
 from kvkeep.hooks.batch_points import KeepingBatchGenerator
 from kvkeep.hooks.keeper import Keeper, Stopping
@@ -136,6 +137,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         self.settings = settings
         self.flushed = True
         self.answering = threading.local()
+        self.leaving = threading.Event()
         super().__init__(provider, cache)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
@@ -176,6 +178,8 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         finally:
             self.keeper.keep_batch()
             self.flushed = cache.close(self.settings.flush_seconds)
+            if self._is_distributed and self._rank == 0 and not self.leaving.is_set():
+                interrupt_main()  # another rank was told to stop; this one still listens
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """As before; notes the answer of the lookup for the headers of this HTTP thread."""
@@ -184,8 +188,23 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         self.answering.served = self.keeper.served(context.prompt, HEADER_SECONDS)
         return context, answers
 
+    def _next_request(self, timeout: float | None = None) -> Any:
+        """As before; ranks of a distributed run stop together, or collectives deadlock."""
+        if self._is_distributed and any_rank(self.leaving.is_set()):
+            self._stop = True
+            return None
+        return super()._next_request(timeout)
+
     def stop_and_join(self) -> None:
-        """Stop after the forward in hand, keep what was done, and flush."""
+        """Stop after the forward in hand, keep what was done, and flush.
+
+        In a distributed run all ranks stop when one is told to, between two requests of the
+        single path or two steps of a batch.
+        """
+        if self._is_distributed:
+            self.leaving.set()
+            self.join()
+            return
         self.keeper.stopping.set()
         super().stop_and_join()
 

@@ -261,13 +261,14 @@ class Space:
         if not wait and self._core.writer.is_full:
             return Receipt().settle(False, 0, SHED)
         try:
-            queued = self._core.writer.queued(self.id)
-            with self._core.env.begin() as txn:
-                prepared = prepare(
-                    txn, self.id, ids, caches, origin, queued, self._core.quarantine.ids()
-                )
-            self._core.register(self.identity)
-            return self._core.writer.submit(prepared, wait)
+            with self._core.writer.building(self.id, ids):
+                queued = self._core.writer.queued(self.id)
+                with self._core.env.begin() as txn:
+                    prepared = prepare(
+                        txn, self.id, ids, caches, origin, queued, self._core.quarantine.ids()
+                    )
+                self._core.register(self.identity)
+                return self._core.writer.submit(prepared, wait)
         except OffsetMismatch as error:
             if self._step == 1:
                 raise

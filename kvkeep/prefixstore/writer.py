@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.receipt import Receipt
 from kvkeep.prefixstore.records import Stored
 from kvkeep.prefixstore.room import BUDGET, Room, budget_of
+from kvkeep.prefixstore.tokens import Tokens
 from kvkeep.prefixstore.trie import Path, walk
 
 log = logging.getLogger("kvkeep")
@@ -64,6 +65,7 @@ class Writer:
         self._quarantine = quarantine
         self._tasks: queue.Queue[Task | None] = queue.Queue()
         self._queued: list[Prepared] = []
+        self._building: list[tuple[bytes, Tokens]] = []
         self._room = threading.Condition()
         self._thread: threading.Thread | None = None
         self._later: tuple[float, Task] | None = None
@@ -75,6 +77,18 @@ class Writer:
         """Snapshots of ``space`` that are accepted and not yet published."""
         with self._room:
             return [p for p in self._queued if p.snapshot.space == space]
+
+    @contextmanager
+    def building(self, space: bytes, tokens: Tokens) -> Iterator[None]:
+        """While a snapshot is prepared and submitted: what it finds stored should stay."""
+        item = (space, tokens)
+        with self._room:
+            self._building.append(item)
+        try:
+            yield
+        finally:
+            with self._room:
+                self._building = [other for other in self._building if other is not item]
 
     def submit(self, prepared: Prepared, wait: bool = True) -> Receipt:
         """Accept a snapshot; with ``wait``, once the queue has room for it."""
@@ -251,7 +265,10 @@ class Writer:
         self._fit(ledger, prepared, rows + state + tokens, state)
 
     def _fit(self, ledger: Ledger, prepared: Prepared, more: int, more_state: int = 0) -> None:
-        """Evict what the snapshot does not build on until ``more`` bytes fit the budgets."""
+        """Evict what the snapshot does not build on until ``more`` bytes fit the budgets.
+
+        What others build on that are still to be written goes only where nothing else can.
+        """
         txn, snapshot = ledger.txn, prepared.snapshot
         room = Room(ledger, budget_of(txn, self._limits.max_bytes) - _reserved(txn))
         if not room.is_due(snapshot.space, more):
@@ -259,9 +276,12 @@ class Writer:
         path = walk(txn, snapshot.space, snapshot.tokens)
         if ledger.used + more > room.budget:
             self.settle_uses(ledger)
-        room.spare = {node.id for node in path.nodes}
+        own = {node.id for node in path.nodes}
         room.last = set(_last_state(path, snapshot))
-        over = room.make(snapshot.space, more, more_state)
+        for room.spare in (own | self._awaited(txn), own):
+            over = room.make(snapshot.space, more, more_state)
+            if not over:
+                break
         room.report()
         if over == BUDGET:
             raise StoreFull(
@@ -275,6 +295,15 @@ class Writer:
                 f"{ledger.tenant(snapshot.space).quota:,} bytes, beside what it builds on "
                 "and what is pinned"
             )
+
+    def _awaited(self, txn: Transaction) -> set[int]:
+        """The nodes that accepted snapshots, and those in preparation, build on."""
+        with self._room:
+            awaited = [
+                *self._building,
+                *((p.snapshot.space, p.snapshot.tokens) for p in self._queued),
+            ]
+        return {node.id for space, tokens in awaited for node in walk(txn, space, tokens).nodes}
 
     def _check_disk(self, wanted: int) -> None:
         free = self._env.free_bytes()

@@ -397,6 +397,28 @@ def test_rows_that_another_handle_stored_meanwhile_are_not_kept_twice(tmp_path, 
         assert not quick.verify().problems
 
 
+def test_what_a_queued_snapshot_builds_on_is_not_evicted_for_another(tmp_path):
+    older, other = list(range(100, 140)), list(range(200, 240))
+    more = [*older, 1, 2, 3]
+    with kvkeep.open(tmp_path / "store", max_bytes="1GB", disk_reserve=1) as measured:
+        space = space_of(measured, "plain")
+        assert space.snapshot(older, make("plain", older)).stored
+        one = measured.used_bytes
+    with kvkeep.open(tmp_path / "small", max_bytes=int(2.5 * one), disk_reserve=1) as store:
+        space = space_of(store, "plain")
+        for tokens in (older, TOKENS):
+            assert space.snapshot(tokens, make("plain", tokens)).stored
+        gate = Gate(store)
+        first = space.snapshot(other, make("plain", other))  # needs the room of one of the two
+        second = space.snapshot(more, make("plain", more))
+        assert second.tokens_known == 40
+        gate.open()
+        assert (first.stored, second.stored) == (True, True)
+        assert space.explain([*TOKENS, 4]).offset < 40
+        assert space.explain([*more, 4]).offset == 43
+        assert not store.verify().problems
+
+
 def test_rows_that_were_evicted_meanwhile_leave_no_hole(tmp_path):
     more = [*TOKENS, 1, 2, 3]
     with (

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,16 @@ def free_port() -> int:
 
 
 class Server:
-    """One server process. ``store=None`` runs plain ``mlx_lm.server``."""
+    """One server process. ``store=None`` runs plain ``mlx_lm.server``; ``env`` is added."""
 
-    def __init__(self, log: Path, store: Path | None, *options: str, wait: bool = True) -> None:
+    def __init__(
+        self,
+        log: Path,
+        store: Path | None,
+        *options: str,
+        wait: bool = True,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.port = free_port()
         self.log = log
         if store is None:
@@ -46,7 +53,7 @@ class Server:
             self.process = subprocess.Popen(
                 [sys.executable, *words],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
                 stdout=out,
                 stderr=out,
             )
