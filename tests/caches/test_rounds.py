@@ -27,6 +27,7 @@ from mlx_lm.models.cache import (
 import kvkeep
 from kvkeep.caches.chunked_quant import ChunkedQuantizedKVCache
 from kvkeep.caches.delayed import DelayedKVCache
+from kvkeep.caches.paged import PagedKVCache
 from kvkeep.caches.quantized import DenseQuantizedKVCache
 from kvkeep.caches.rotating_quant import RotatingQuantizedKVCache
 from kvkeep.caches.rounds import METHODS, OPEN, Rounds
@@ -530,6 +531,7 @@ KINDS = {
     "quantized ring": (lambda: RotatingQuantizedKVCache(32, bits=4, group_size=32), (50, 1)),
     "quantized chunks": (lambda: ChunkedQuantizedKVCache(16, bits=4, group_size=32), (20,)),
     "turboquant": (TurboQuantKVCache, (20,)),
+    "paged": (lambda: PagedKVCache(8), (20,)),
     "delayed": (lambda: DelayedKVCache(bits=4, group_size=32, start=1000), (20,)),
     "delayed, converted": (lambda: DelayedKVCache(bits=4, group_size=32, start=5), (20, 1)),
     "delayed ring": (
