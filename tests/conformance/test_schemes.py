@@ -59,6 +59,13 @@ DENSE = {
 """Models whose attention does not multiply planes, and why; their rows are read densely."""
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """One for all: each model has spaces of its own."""
+    with kvkeep.open(tmp_path_factory.mktemp("store"), max_bytes="1GB") as opened:
+        yield opened
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_the_scheme_does_not_fit_is_said(name):
     with pytest.raises(BadScheme) as caught:
@@ -67,7 +74,7 @@ def test_what_the_scheme_does_not_fit_is_said(name):
 
 
 @pytest.mark.parametrize("name", [name for name in RUNNABLE if name not in REFUSED])
-def test_runs_and_resumes(name, tmp_path):
+def test_runs_and_resumes(name, store):
     model, tokens = wide.build(name), tokens_of(name)
     caches = make(model, SCHEME)
     delayed = [cache for cache in parts(caches) if hasattr(cache, "converted")]
@@ -76,30 +83,29 @@ def test_runs_and_resumes(name, tmp_path):
     full = [cache for cache in delayed if type(cache.caches[0]) is KVCache]
     assert any(cache.dense for cache in full) == (name in DENSE)
     answers = []
-    with kvkeep.open(tmp_path, max_bytes="1GB") as store:
-        space = store.space(identity={"model": name}, layout=caches, kv_scheme=SCHEME)
-        for stop, count in zip(EDGES, FORWARDS, strict=True):
-            logits, _ = forward(model, caches, tokens[stop - count : stop])
-            answers.append(logits)
-            assert all(cache.converted == (stop >= CONVERTED) for cache in delayed)
-            if stop in SNAPSHOTS:
-                receipt = space.snapshot(tokens[:stop], caches)
-                assert receipt.stored, receipt
-        for cache in delayed:
-            held = cache.caches[0]
-            assert getattr(held, "boundary", held.minimum_resumable_offset) == CONVERTED
-        compared = 0
-        for p in SNAPSHOTS:
-            hit = space.resume(tokens[: p + 1])
-            assert hit.offset == p
-            for i in range(EDGES.index(p) + 1, len(FORWARDS)):
-                logits, _ = forward(model, hit.caches, tokens[EDGES[i - 1] : EDGES[i]])
-                assert np.array_equal(logits, answers[i]), f"from {p}, forward {i}"
-                compared += 1
-        assert compared == 4 + 2
-        # Between the two, the converted rows are below their floor.
-        decision = space.explain([*tokens[: BEFORE + 2].tolist(), 1000])
-        assert (decision.matched, decision.offset) == (BEFORE + 2, BEFORE)
+    space = store.space(identity={"model": name}, layout=caches, kv_scheme=SCHEME)
+    for stop, count in zip(EDGES, FORWARDS, strict=True):
+        logits, _ = forward(model, caches, tokens[stop - count : stop])
+        answers.append(logits)
+        assert all(cache.converted == (stop >= CONVERTED) for cache in delayed)
+        if stop in SNAPSHOTS:
+            receipt = space.snapshot(tokens[:stop], caches)
+            assert receipt.stored, receipt
+    for cache in delayed:
+        held = cache.caches[0]
+        assert getattr(held, "boundary", held.minimum_resumable_offset) == CONVERTED
+    compared = 0
+    for p in SNAPSHOTS:
+        hit = space.resume(tokens[: p + 1])
+        assert hit.offset == p
+        for i in range(EDGES.index(p) + 1, len(FORWARDS)):
+            logits, _ = forward(model, hit.caches, tokens[EDGES[i - 1] : EDGES[i]])
+            assert np.array_equal(logits, answers[i]), f"from {p}, forward {i}"
+            compared += 1
+    assert compared == 4 + 2
+    # Between the two, the converted rows are below their floor.
+    decision = space.explain([*tokens[: BEFORE + 2].tolist(), 1000])
+    assert (decision.matched, decision.offset) == (BEFORE + 2, BEFORE)
     if name not in DENSE and all(is_full(cache) for cache in caches):
         equal_to_mlx_lm(model, tokens, answers)
 
@@ -151,30 +157,29 @@ def test_what_paged_does_not_fit_is_said(name):
         for i, name in enumerate(name for name in RUNNABLE if name not in REFUSED)
     ],
 )
-def test_other_schemes_run_and_resume(name, scheme, tmp_path):
+def test_other_schemes_run_and_resume(name, scheme, store):
     model, tokens = wide.build(name, head=64 if "turbo" in scheme else 32), tokens_of(name)
     caches = make(model, scheme)
     edges, answers = (15, 16, 21), {}
     plain = make(model, "bf16")
     assert {type(cache) for cache in parts(caches)} - {type(cache) for cache in parts(plain)}
-    with kvkeep.open(tmp_path, max_bytes="1GB") as store:
-        space = store.space(identity={"model": name}, layout=caches)
-        start = 0
-        for stop in edges:
-            answers[start], _ = forward(model, caches, tokens[start:stop])
-            if scheme.startswith("paged"):
-                wanted, _ = forward(model, plain, tokens[start:stop])
-                assert np.array_equal(answers[start], wanted)
-            if stop < edges[-1]:
-                assert space.snapshot(tokens[:stop], caches).stored
-            start = stop
-        compared = 0
-        for p in edges[:-1]:
-            hit = space.resume(tokens[: p + 1])
-            assert hit.offset == p
-            for start, stop in pairwise(edges):
-                if start >= p:
-                    logits, _ = forward(model, hit.caches, tokens[start:stop])
-                    assert np.array_equal(logits, answers[start]), (p, start)
-                    compared += 1
+    space = store.space(identity={"model": name}, layout=caches)
+    start = 0
+    for stop in edges:
+        answers[start], _ = forward(model, caches, tokens[start:stop])
+        if scheme.startswith("paged"):
+            wanted, _ = forward(model, plain, tokens[start:stop])
+            assert np.array_equal(answers[start], wanted)
+        if stop < edges[-1]:
+            assert space.snapshot(tokens[:stop], caches).stored
+        start = stop
+    compared = 0
+    for p in edges[:-1]:
+        hit = space.resume(tokens[: p + 1])
+        assert hit.offset == p
+        for start, stop in pairwise(edges):
+            if start >= p:
+                logits, _ = forward(model, hit.caches, tokens[start:stop])
+                assert np.array_equal(logits, answers[start]), (p, start)
+                compared += 1
     assert compared == 3
