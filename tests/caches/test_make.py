@@ -174,6 +174,14 @@ def test_mlx_lm_generates_with_them_unchanged(windowed, tokenizer, text):
     assert first == tokenizer.decode(answer)
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_mlx_lm_itself_refuses_windows(name):
+    """What the schemes are for; should it accept them one day, they can be compared."""
+    model = wide.build(name)
+    with pytest.raises(NotImplementedError, match="RotatingKVCache Quantization"):
+        generated(model, make(model, "bf16"), kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+
+
 @pytest.mark.parametrize("text", ["affine:8:32", "affine:8:32@20"])
 def test_quantized_answers_stay_near_those_of_full_precision(windowed, text):
     """The rows that are read are those that were appended, to the width's precision."""
