@@ -53,6 +53,8 @@ def keeping(keeper: Keeper, stream_generate: Callable[..., Iterator[Any]]) -> Ca
                     **quantization,
                 )
                 done = boundary
+        elif options.get("draft_model") is not None:
+            done = _read_with_draft(model, prompt, prompt_cache, points, options, quantization)
         answers = stream_generate(
             model=model,
             prompt=prompt[done:],
@@ -83,6 +85,33 @@ def _may_pause(options: dict[str, Any]) -> bool:
     return not any(options.get(name) is not None and options.get(name) != [] for name in names)
 
 
+def _read_with_draft(
+    model: Any,
+    prompt: list[int],
+    caches: list[Any],
+    points: _Points,
+    options: dict[str, Any],
+    quantization: dict[str, Any],
+) -> int:
+    """Read as much as whole intervals take, with both models; tokens read.
+
+    mlx-lm reports no progress where a draft model is. Its chunks are the same, and it splits
+    the list of caches at the same place.
+    """
+    step = options.get("prefill_step_size", 512)
+    stride = -(-points.interval // step) * step
+    width, done = len(model.layers), 0
+    while stride and len(prompt) - 1 - done > stride:
+        part = prompt[done : done + stride]
+        for reader, mine in ((model, caches[:width]), (options["draft_model"], caches[width:])):
+            prefill(reader, part, mine, step=step, **quantization)
+            at = 0 if reader is model else width
+            caches[at : at + len(mine)] = mine
+        done += stride
+        points.after(0)(done, len(prompt))
+    return done
+
+
 class _Points:
     """The progress of one prompt: told to the server, timed, and stored where it is due.
 
@@ -95,6 +124,7 @@ class _Points:
         self._tokens: list[int] = served.tokens.tolist() if served is not None else []
         self._start = max(0, len(self._tokens) - total)
         self._kept = self._start
+        self.interval = keeper.interval
         self._began = time.perf_counter()
         kinds = keeper.cache.kinds(None)
         offsets = set(keeper.boundaries(self._start, self._start + total, kinds))

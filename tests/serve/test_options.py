@@ -83,8 +83,20 @@ def test_a_quantized_cache_survives(tmp_path: Path, wide: str) -> None:
 
 def test_a_draft_model_survives(tmp_path: Path, model: Callable[..., str]) -> None:
     words = ("--model", model("llama"), "--draft-model", model("llama", 1))
-    first, second = restarted(tmp_path, *words, client=ask)
+    every = ("--prefill-step-size", "32", "--checkpoint-every", "50")
+    taken = []
+
+    def client(server: Server) -> list[Reply]:
+        replies = ask(server)
+        taken.append(server.metric("kvkeep_checkpoints_total"))
+        return replies
+
+    with Server(tmp_path / "plain", None, *words, *every[:2]) as server:
+        plain = complete(server.client(), TEXT)
+    first, second = restarted(tmp_path, *words, *every, client=client)
     last = first[0].prompt - 1
+    assert taken == [(last - 1) // 64, 0]
+    assert first[0].text == plain.text
     assert [reply.cached for reply in first] == [0, last]
     assert [reply.cached for reply in second] == [last, last]
     assert second[0].tier == "store"
@@ -168,6 +180,9 @@ def refused(*words: str) -> Result:
         (("--exact", "--draft-model", "d"), "--exact and --draft-model contradict each other"),
         (("--exact", "--prompt-cache-size", "3"), "--exact and --prompt-cache-size contradict"),
         (("--exact", "--prompt-cache-bytes=3GB"), "--exact and --prompt-cache-bytes contradict"),
+        (("--exact", "--generation-checkpoints", "8"), "--exact and --generation-checkpoints"),
+        (("--generation-checkpoints", "8", "--draft-model", "d"), "and --draft-model contradict"),
+        (("--generation-checkpoints", "-1"), "is not in the range"),
         (("--kv-bits", "7"), "--kv-bits is 2, 3, 4, 5, 6 or 8, not 7"),
         (("--kv-group-size", "32"), "add --kv-bits"),
         (("--checkpoint-every", "-1"), "is not in the range"),
