@@ -121,7 +121,7 @@ def _rewrapped(cache: Any, each: Callable[[Any], Any]) -> Any:
 
 def _trims_truly(codec: Codec, facts: Description) -> bool:
     """Whether the cache's own ``trim`` leaves what a shorter run would have left."""
-    if codec.kind in ("kv", "kv-quant"):
+    if codec.kind in ("kv", "kv-quant", "kv-turboquant", "kv-paged"):
         return True
     window = facts.reach.window
     whole = facts.held[:1] == (Segment(0, 0, facts.offset or 0),)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import kvkeep
+from kvkeep.hooks.live_caches import cut
+from kvkeep.prefixstore.recipe import read_caches
 from tests.caches import first_process as first
 from tests.caches.small import model_of
 
@@ -40,3 +42,22 @@ def test_every_offset_resumes_in_another_process(scheme, tmp_path):
     assert compared == first.END * sum(first.PLAN) * 97
     # Rows of one scheme are never served under another.
     assert other.offset == 0
+
+
+@pytest.mark.parametrize("scheme", ["turbo:8:3", "paged:16"])
+def test_a_cut_of_live_caches_copies_only_where_they_live_on(scheme):
+    model = model_of("llama")
+    caches, whole = first.make(model, scheme), first.make(model, scheme)
+    for some in (caches, whole):
+        first.forward(model, some, 0, 48)
+    wanted = first.goes_on(model, [trimmed(cache, 15) for cache in whole], 33)
+    for consume in (False, True):
+        kept = cut(read_caches(caches, 48), 33, consume=consume)
+        assert [a is b for a, b in zip(kept, caches, strict=True)] == [consume] * len(caches)
+        assert {cache.offset for cache in caches} == {33 if consume else 48}
+        assert np.array_equal(first.goes_on(model, kept, 33), wanted)
+
+
+def trimmed(cache, n):
+    assert cache.trim(n) == n
+    return cache
