@@ -24,7 +24,7 @@ test: $(VENV)/test.stamp
 
 # Stores that the oldest mlx-lm wrote are resumed under the newest as well.
 test-oldest: $(VENV)/test.stamp $(OLDEST)/test.stamp
-	$(OLDEST)/bin/python -m pytest tests/codecs tests/conformance tests/hooks tests/prefixstore $(ARGS)
+	$(OLDEST)/bin/python -m pytest tests/caches tests/codecs tests/conformance tests/hooks tests/prefixstore $(ARGS)
 	KVKEEP_FIRST_PYTHON=$(OLDEST)/bin/python $(BIN)/python -m pytest \
 	  tests/prefixstore/test_restart.py $(ARGS)
 
