@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from kvkeep.cli import options
+from kvkeep.cli.failures import Failure
 from kvkeep.prefixstore.sizes import parse_size
 
 SPECULATIVE = ("--draft-model", "--num-draft-tokens")
@@ -95,14 +96,20 @@ def command(
       kvkeep serve --model MODEL --kv-bits 8 --max-bytes 100GB
     """
     _check(server_options, exact, generation_checkpoints)
-    from kvkeep.hooks.mlx_server import Settings, check_version, serve, stoppable
+    from kvkeep.hooks.mlx_server import PortInUse, Settings, check_version, serve, stoppable
     from kvkeep.prefixstore.store import open_store
 
     check_version()
     settings = Settings(checkpoint_every, generation_checkpoints, exact, salt, flush_seconds)
     opened = open_store(store, max_bytes, disk_reserve=disk_reserve, durability=durability)
     with stoppable():
-        if serve(opened, settings, server_options):
+        try:
+            whole = serve(opened, settings, server_options)
+        except PortInUse as error:  # a model is loaded by now
+            failure = Failure(error)
+            failure.show()
+            _leave(failure.exit_code)
+        if whole:
             opened.close()
             _leave(0)
         # The writer's thread is still at it; its unfinished snapshots are undone at the next start.

@@ -16,7 +16,7 @@ import kvkeep
 from tests.model_folders import CHARACTERS
 from tests.serve.harness import Reply, Server, complete, settle
 
-EVERY, LENGTH, SEEN = 16, 300, 90
+EVERY, LENGTH, SEEN = 12, 240, 40
 OPTIONS = ("--generation-checkpoints", str(EVERY))
 TEXT = "The ferry sails at eight and at noon from the harbour. " * 3
 ENDLESS = {"logit_bias": {str(len(CHARACTERS) + 1): -100.0}}

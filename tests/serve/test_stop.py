@@ -53,22 +53,25 @@ def serve(tmp_path: Path, model: Callable[..., str]) -> Iterator[Callable[..., S
         server.kill()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "falcon_h1"])
 def test_a_client_that_hangs_up_leaves_what_was_read(
-    serve: Callable[..., Server], tmp_path: Path, name: str
+    serve: Callable[..., Server], model: Callable[..., str], tmp_path: Path
 ) -> None:
-    server = serve("--checkpoint-every", "0", name=name)
+    names = ("llama", "gemma3_text", "falcon_h1")
+    server = serve("--checkpoint-every", "0", name=names[0])
     longer = LONG * 4
-    with begun(server, 640, prompt=longer):
-        pass
-    deadline = time.monotonic() + 20
-    while not server.metric("kvkeep_snapshots_total") and time.monotonic() < deadline:
-        time.sleep(0.02)
-    settle(server)
+    for done, name in enumerate(names):
+        with begun(server, 640, prompt=longer, model=model(name)):
+            pass
+        deadline = time.monotonic() + 20
+        while (
+            server.metric("kvkeep_snapshots_total") == done or server.metric("kvkeep_queue_bytes")
+        ) and time.monotonic() < deadline:
+            time.sleep(0.02)
     assert server.report()["server"]["failures"] == {}
     with kvkeep.open(tmp_path / "store", read_only=True) as store:
-        (kept,) = store.conversations()
-        assert 640 <= kept.tokens < len(longer) - 1
+        kept = {conversation.space: conversation for conversation in store.conversations()}
+        assert len(kept) == len(names)
+        assert all(640 <= found.tokens < len(longer) - 1 for found in kept.values())
 
 
 def test_a_crash_in_the_middle_of_a_prefill_leaves_its_checkpoints(
@@ -85,34 +88,34 @@ def test_a_crash_in_the_middle_of_a_prefill_leaves_its_checkpoints(
     assert 5 * 128 <= reply.cached < PROMPT
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("how", [{}, {"seed": 1}], ids=["batched", "single"])
-def test_a_stop_is_quick_and_keeps_what_is_in_hand(
-    serve: Callable[..., Server], number: int, how: dict[str, int]
-) -> None:
+def test_a_stop_is_quick_and_keeps_what_is_in_hand(serve: Callable[..., Server]) -> None:
+    """In the middle of a prompt, and of an answer; each next server looks what the last kept."""
+    ways = [
+        (number, how, reading)
+        for how in ({}, {"seed": 1})
+        for number, reading in (
+            (signal.SIGTERM, True),
+            (signal.SIGINT, True),
+            (signal.SIGTERM, False),
+        )
+    ]
     server = serve("--checkpoint-every", "0", "--flush-seconds", "5")
-    with begun(server, 320, **how):
-        started = time.monotonic()
-        assert server.stop(number, within=20) == 0
-        assert time.monotonic() - started < 10
-    server = serve()
-    assert 320 <= complete(server.client(), LONG, max_tokens=2, **how).cached < PROMPT
-
-
-@pytest.mark.parametrize("how", [{}, {"seed": 1}], ids=["batched", "single"])
-def test_a_stop_in_the_middle_of_an_answer_keeps_prompt_and_answer(
-    serve: Callable[..., Server], how: dict[str, int]
-) -> None:
-    server = serve()
-    with begun(server, PROMPT - 1, **how) as response:
-        for _ in range(20):
-            response.readline()
-        assert server.stop(within=20) == 0
-    server = serve()
-    replay = complete(server.client(), LONG, max_tokens=2, **how)
-    assert (replay.cached, replay.tier) == (PROMPT - 1, "store")
-    settle(server)
-    assert server.report()["server"]["failures"] == {}
+    for index, (number, how, reading) in enumerate(ways):
+        prompt = f"{index} {LONG}"[:PROMPT]
+        with begun(server, 320 if reading else PROMPT - 1, prompt=prompt, **how) as response:
+            for _ in range(0 if reading else 20):
+                response.readline()
+            started = time.monotonic()
+            assert server.stop(number, within=20) == 0
+            assert time.monotonic() - started < 10
+        server = serve("--checkpoint-every", "0", "--flush-seconds", "5")
+        reply = complete(server.client(), prompt, max_tokens=2, **how)
+        if reading:
+            assert 320 <= reply.cached < PROMPT, ways[index]
+        else:
+            assert (reply.cached, reply.tier) == (PROMPT - 1, "store"), ways[index]
+        settle(server)
+        assert server.report()["server"]["failures"] == {}
 
 
 def test_a_stop_at_rest_is_silent(serve: Callable[..., Server]) -> None:
@@ -143,16 +146,13 @@ def test_a_stop_ends_within_its_bound_and_says_that_it_was_short(
     assert "kvkeep: not all was written within 1 s" in server.said
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_stops_at_once(
-    serve: Callable[..., Server], tmp_path: Path, number: int
-) -> None:
+def test_a_second_signal_stops_at_once(serve: Callable[..., Server], tmp_path: Path) -> None:
     server = serve("--flush-seconds", "300")
     with stuck(server, tmp_path / "store"):
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             server.process.wait(1)
-        assert server.stop(number, within=10) == 128 + number
+        assert server.stop(signal.SIGINT, within=10) == 128 + signal.SIGINT
     assert server.said.endswith("kvkeep: stopped at once; what was not yet on disk is lost\n")
     with kvkeep.open(tmp_path / "store") as opened:
         assert opened.verify().problems == []
