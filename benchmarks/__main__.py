@@ -34,12 +34,15 @@ MEASUREMENTS = (
     "first_token",
     "next_turn",
     "diverging",
+    "layouts",
+    "crowd",
     "lookup",
     "compression",
     "startup",
     "memory",
     "damage",
     "prefill",
+    "beside",
 )
 """In the order of the table; each is a module of this package with a ``measure``."""
 
@@ -53,7 +56,7 @@ def main() -> int:
     results: dict[str, Result] = {}
     left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="kvkeep-bench-", dir=options.folder) as folder:
-        bench = Bench(Path(folder), rounds, options.quick, options.model)
+        bench = Bench(Path(folder), rounds, options.quick, options.model, options.peers_dir)
         for name in names:
             say(f"{name}:")
             try:
@@ -102,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model", help="folder or hub id of the model that reads a text (the demo's model)"
+    )
+    parser.add_argument(
+        "--peers-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder with a virtual environment for each peer (see benchmarks/beside.py)",
     )
     return parser
 

@@ -83,11 +83,19 @@ class Result:
 class Bench:
     """The folder, the rounds and the processes of one run."""
 
-    def __init__(self, folder: Path, rounds: int, quick: bool, model: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rounds: int,
+        quick: bool,
+        model: str | None = None,
+        peers_dir: Path | None = None,
+    ) -> None:
         self.folder = folder
         self.rounds = rounds
         self.quick = quick
         self.model = model
+        self.peers_dir = peers_dir
 
     def step(self, function: Callable[..., Answer], **arguments: Any) -> Answer:
         """Call ``function`` in a fresh process and return the mapping that it returns.

@@ -1,0 +1,18 @@
+"""Rapid-MLX: its memory-aware prefix cache, dumped to a folder and loaded again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.peers._dump import Dump
+
+DISTRIBUTION = "rapid-mlx"
+
+
+class Peer(Dump):
+    """See ``Dump``. It replaces a folder whole, so that it has one inside ours."""
+
+    def __init__(self, folder: str) -> None:
+        from rapid_mlx import memory_cache
+
+        super().__init__(memory_cache, str(Path(folder) / "dump"))
