@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 BEFORE, AFTER = 8, 12
@@ -14,6 +15,10 @@ MOST = 3
 """Stored branches that are shown."""
 
 Decode = Callable[[Sequence[int]], str]
+
+VOCABULARY = 1 << 31
+NO_TEXT = "[no text]"
+"""Stands for ids that no vocabulary has: of images, and of unfinished answers."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,16 @@ def parting(
         [decode(run[:AFTER]) for run in continues],
         decode(asked[:AFTER]) if asked is not None else None,
     )
+
+
+def reader(tokenizer: Any) -> Decode:
+    """What turns token ids into text, whatever ids are stored."""
+
+    def decode(ids: Sequence[int]) -> str:
+        runs = groupby(ids, lambda token: 0 <= token < VOCABULARY)
+        return "".join(tokenizer.decode(list(run)) if known else NO_TEXT for known, run in runs)
+
+    return decode
 
 
 def as_numbers(ids: Sequence[int]) -> str:

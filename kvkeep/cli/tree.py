@@ -12,7 +12,7 @@ from kvkeep.cli import options, style
 from kvkeep.cli.lookup import find_space
 from kvkeep.cli.models import Choice
 from kvkeep.cli.output import emit
-from kvkeep.cli.parting import Decode, shown_text
+from kvkeep.cli.parting import Decode, reader, shown_text
 from kvkeep.cli.tables import shortened
 from kvkeep.cli.units import count
 from kvkeep.prefixstore.sizes import format_size
@@ -72,7 +72,7 @@ def command(
         decode: Decode | None = None
         if choice is not None:
             loaded = choice.load(weights=False)
-            decode = loaded.tokenizer.decode
+            decode = reader(loaded.tokenizer)
             mine = choice.space(opened, loaded).id.hex()
             spaces = [info for info in opened.spaces() if info.id == mine]
         else:

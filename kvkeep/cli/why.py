@@ -14,7 +14,7 @@ from kvkeep.cli.helps import would_help
 from kvkeep.cli.models import Choice
 from kvkeep.cli.neighbours import other_spaces
 from kvkeep.cli.output import emit
-from kvkeep.cli.parting import Decode, as_numbers, parting
+from kvkeep.cli.parting import Decode, as_numbers, parting, reader
 from kvkeep.cli.prompts import Source
 from kvkeep.errors import EXIT_MISS
 from kvkeep.prefixstore.sizes import format_size
@@ -83,7 +83,7 @@ def _prompt(opened: Store, choice: Choice, source: Source) -> tuple[Explained, s
     decision = found.decision
     at = decision.matched
     asked = tokens[at:] if at else ()
-    parts = parting(tokens[:at], found.continues, asked, loaded.tokenizer.decode)
+    parts = parting(tokens[:at], found.continues, asked, reader(loaded.tokenizer))
     said = Explained(
         space=space.id.hex(),
         decision=decision,
@@ -146,8 +146,7 @@ def _reader(past: Past, choice: Choice | None, salt: str | None, notes: list[str
     if choice is None:
         notes.append("token ids are shown; --model shows the text")
         return as_numbers
-    decode: Decode = choice.load(weights=False).tokenizer.decode
-    return decode
+    return reader(choice.load(weights=False).tokenizer)
 
 
 def _decision(event: Event) -> Decision:
