@@ -92,7 +92,9 @@ class Unfinished:
         """
         end = len(self._prompt)
         for prepared in self._core.writer.queued(self._space.id):
-            if common_prefix(prepared.snapshot.tokens, self._prompt) == end:
+            tokens = prepared.snapshot.tokens
+            mine = len(tokens) > end and self._disguise.reveal(tokens[end:]) is not None
+            if mine and common_prefix(tokens, self._prompt) == end:
                 self._core.writer.settled(prepared)
         try:
             with self._core.env.begin() as txn:
