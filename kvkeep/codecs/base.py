@@ -160,6 +160,15 @@ class Codec(ABC):
         """The row tensors by name as they lie in memory, with slots on the token axis."""
         return {}
 
+    def view(
+        self, cache: Any, facts: Description, start: int, stop: int
+    ) -> tuple[Mapping[str, mx.array], tuple[Segment, ...]]:
+        """Planes that have what is held of the positions ``[start, stop)``, and where it lies.
+
+        All planes as they lie, unless a kind has to put them together first.
+        """
+        return self.planes(cache), facts.held
+
     def state(self, cache: Any) -> State:
         """What is valid at this offset only."""
         return State()

@@ -6,8 +6,8 @@ Shapes
 
 Hazards
     Blocks may be listed by several live caches, so a rebuilt cache owns blocks of its own, which
-    are copied out of the planes: for that moment the layer is held twice. A snapshot gathers the
-    planes of every layer, which is a copy of the whole cache, whatever is new in it.
+    are copied out of the planes: for that moment they are held twice. A snapshot joins only the
+    blocks in which something is new.
 
     The direct read sums in another order than the gathered one, so it is a parameter.
 
@@ -77,12 +77,16 @@ class KVPaged(Codec):
 
     def planes(self, cache: Any) -> dict[str, mx.array]:
         """``k`` and ``v``, the blocks of the table joined."""
-        import mlx.core as mx
+        return _joined(cache.table)
 
-        return {
-            "k": mx.concatenate([block.keys for block in cache.table], axis=2),
-            "v": mx.concatenate([block.values for block in cache.table], axis=2),
-        }
+    def view(
+        self, cache: Any, facts: Description, start: int, stop: int
+    ) -> tuple[Mapping[str, mx.array], tuple[Segment, ...]]:
+        """The blocks of ``[start, stop)`` joined, and no others."""
+        size = cache.block_size
+        first, last = start // size, -(-stop // size)
+        length = min(last * size, cache.offset) - first * size
+        return _joined(cache.table[first:last]), (Segment(first * size, 0, length),)
 
     def place(self, params: Mapping[str, Scalar], meta: Meta | None, p: int) -> Placement:
         """Positions ``[0, p)`` in the slots ``[0, p)`` of as many blocks as they occupy.
@@ -111,6 +115,15 @@ class KVPaged(Codec):
         # Evaluated here, so that they let go of the planes and belong to no thread's stream.
         mx.eval(cache.table)
         return cache
+
+
+def _joined(table: Any) -> dict[str, mx.array]:
+    import mlx.core as mx
+
+    return {
+        "k": mx.concatenate([block.keys for block in table], axis=2),
+        "v": mx.concatenate([block.values for block in table], axis=2),
+    }
 
 
 def _check_table(cache: Any, offset: int, size: int) -> None:

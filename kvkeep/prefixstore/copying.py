@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvkeep.codecs.base import Description
+from kvkeep.codecs.base import Segment
 from kvkeep.persistence.frame import Draft
 from kvkeep.persistence.memory import hosts
 from kvkeep.persistence.tensors import TensorSpec
 from kvkeep.prefixstore.recipe import Live
 from kvkeep.prefixstore.threads import run_all
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 SMALL = 512 << 10
 """Bytes that are copied before another thread has woken up to help."""
@@ -32,12 +35,12 @@ class RowDraft:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One row tensor of a layer: where its rows lie, and the positions that it holds."""
+    """One row tensor of a layer: where its rows lie, and which positions in which slots."""
 
     name: str
     axis: int
     plane: Any
-    facts: Description
+    held: Sequence[Segment]
 
 
 def copy_rows(
@@ -49,13 +52,15 @@ def copy_rows(
     """
     if not any(missing):
         return ()
-    planes = _planes(live)
+    planes, held = _planes(live, missing)
     rows: list[tuple[RowDraft, list[_Tensor]]] = []
     for index, family in enumerate(live.recipe.families):
+        if not missing[index]:
+            continue
         layers = [(i, spec) for i in family.layers for spec in live.recipe.layers[i].rows]
         names = [f"{i}/{spec.name}" for i, spec in layers]
         tensors = [
-            _Tensor(name, spec.axis, planes[name], live.leaves[i][2])
+            _Tensor(name, spec.axis, planes[name], held[i])
             for name, (i, spec) in zip(names, layers, strict=True)
         ]
         axes = [tensor.axis for tensor in tensors]
@@ -90,7 +95,7 @@ def _copy(job: tuple[RowDraft, Sequence[_Tensor]]) -> None:
     for tensor in tensors:
         out = row.draft.views[tensor.name]
         lead = (slice(None),) * tensor.axis
-        for segment in tensor.facts.held:
+        for segment in tensor.held:
             a = max(row.start, segment.position)
             b = min(row.stop, segment.position + segment.length)
             if a < b:
@@ -99,13 +104,21 @@ def _copy(job: tuple[RowDraft, Sequence[_Tensor]]) -> None:
                 out[there] = tensor.plane[(*lead, slice(slot, slot + b - a))]
 
 
-def _planes(live: Live) -> dict[str, Any]:
-    """Zero-copy views on the live arrays, by layer and name. Short-lived, see ``host``."""
-    return hosts(
-        {
-            f"{i}/{name}": array
-            for i, (codec, cache, facts) in enumerate(live.leaves)
-            if facts.rows
-            for name, array in codec.planes(cache).items()
-        }
-    )
+def _planes(
+    live: Live, missing: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[dict[str, Any], dict[int, Sequence[Segment]]]:
+    """Zero-copy views on the live arrays, by layer and name, and what lies where in a layer's.
+
+    Short-lived, see ``host``.
+    """
+    found: dict[str, mx.array] = {}
+    held: dict[int, Sequence[Segment]] = {}
+    for family, ranges in zip(live.recipe.families, missing, strict=True):
+        if not ranges:
+            continue
+        start, stop = min(a for a, _ in ranges), max(b for _, b in ranges)
+        for i in family.layers:
+            codec, cache, facts = live.leaves[i]
+            planes, held[i] = codec.view(cache, facts, start, stop)
+            found.update({f"{i}/{name}": array for name, array in planes.items()})
+    return hosts(found), held

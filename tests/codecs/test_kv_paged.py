@@ -6,10 +6,12 @@ from typing import ClassVar
 import mlx.core as mx
 import pytest
 
+import kvkeep
 from kvkeep.caches.paged import Block, PagedKVCache
+from kvkeep.codecs.base import Segment
 from kvkeep.codecs.kv_paged import CODEC
 from kvkeep.errors import MalformedCache
-from tests.codecs.contract import Example, RowContract, Rows
+from tests.codecs.contract import Example, RowContract, Rows, same_bits
 from tests.codecs.shuttle import give, take
 
 SMALL = partial(PagedKVCache, 4)
@@ -127,6 +129,40 @@ class TestKVPaged(RowContract):
         assert len(rebuilt.table) == -(-p // 4)
         assert rebuilt.nbytes == -(-p // 4) * 4 * live.bytes_per_token()
         assert {b.keys.shape for b in rebuilt.table} == {(1, 2, 4, 8)}
+
+    @pytest.mark.parametrize(
+        ("start", "stop", "first", "slots"),
+        [(0, 11, 0, 12), (5, 6, 4, 4), (4, 8, 4, 4), (7, 9, 4, 8), (10, 11, 8, 4)],
+    )
+    def test_a_view_joins_the_blocks_that_are_asked_for(self, start, stop, first, slots):
+        live = SMALL()
+        live.update_and_fetch(*Rows().at(0, 11))
+        planes, held = CODEC.view(live, CODEC.describe(live), start, stop)
+        assert held == (Segment(first, 0, min(first + slots, 11) - first),)
+        for name, whole in CODEC.planes(live).items():
+            assert planes[name].shape[2] == slots
+            assert same_bits(planes[name], whole[:, :, first : first + slots]) > 0
+
+    def test_a_snapshot_of_a_few_tokens_copies_a_few_blocks(self, tmp_path):
+        rows = Rows(heads=8, k_width=256, v_width=256)
+        live = PagedKVCache(32)
+        live.update_and_fetch(*rows.at(0, 800))
+        mx.eval(live.state)
+        peaks = []
+        with kvkeep.open(tmp_path) as store:
+            space = store.space(identity={}, layout=[PagedKVCache(32)])
+            for stop in (800, 810):
+                if stop > live.offset:
+                    live.update_and_fetch(*rows.at(800, stop))
+                mx.eval(live.state)
+                before = mx.get_active_memory()
+                mx.reset_peak_memory()
+                assert space.snapshot(list(range(stop)), [live]).stored
+                peaks.append(mx.get_peak_memory() - before)
+            hit = space.resume(list(range(811)))
+        assert peaks[0] >= 800 * live.bytes_per_token()
+        assert peaks[1] <= 3 * live.table[0].nbytes
+        assert same_bits(hit.caches[0].keys_and_values(), live.keys_and_values()) > 10**6
 
     @pytest.mark.parametrize("heads", [1, 8])
     def test_a_trim_after_a_resume_frees_memory(self, heads):
