@@ -47,7 +47,7 @@ def command(
       kvkeep purge --salt alice
       kvkeep purge --conversation 1f --yes --compact
     """
-    from kvkeep.persistence.environment import compact as rewrite
+    from kvkeep.persistence.compact import compact as rewrite
     from kvkeep.prefixstore.store import open_store
 
     if [space, salt, conversation].count(None) != 2:

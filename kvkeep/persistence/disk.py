@@ -1,4 +1,4 @@
-"""How a disk is best read through a map."""
+"""How a disk is best read through a map, and how bytes on it are overwritten."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
+ZEROS = 1 << 20
 MANY = 8
 FAR_AHEAD = 2 << 10
 """KiB of the kernel's own read-ahead from which it alone keeps the disk busy."""
@@ -37,3 +38,11 @@ def _read_ahead(folder: Path) -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+def overwrite(fd: int, start: int, length: int) -> None:
+    """Write zeros over ``length`` bytes from ``start`` on."""
+    zeros = memoryview(bytes(min(length, ZEROS)))
+    while length > 0:
+        written = os.pwrite(fd, zeros[:length], start)
+        start, length = start + written, length - written

@@ -12,42 +12,29 @@ process costs nothing. After that of the machine the store is begun anew.
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from kvkeep.errors import Damaged, StoreClosed, StoreInUse, StoreReadOnly, StoreUnusable
-from kvkeep.persistence import power, unsynced
-from kvkeep.persistence.disk import parallel_reads
+from kvkeep.errors import StoreClosed, StoreReadOnly, StoreUnusable
+from kvkeep.persistence import unsynced
+from kvkeep.persistence.disk import overwrite, parallel_reads
 from kvkeep.persistence.lmdb_errors import translate, translate_opening, translated
+from kvkeep.persistence.opening import DATA_FILE, Flags
+from kvkeep.persistence.shared import acquire, identity, release
 
 if TYPE_CHECKING:
     from kvkeep.persistence.pages import PageCheck
 
     _Inner = lmdb.Transaction[memoryview]
 
-DATA_FILE = "data.mdb"
-LOCK_FILE = power.LOCK_FILE
-MAX_READERS = 512
-MAX_DATABASES = 64
-ZEROS = 1 << 20
-COPY = "compact-"
-OPENING_PAGES = 512
-"""Pages that are checked before LMDB may look at a file; about 25 microseconds each."""
-
-SKIMMED_PAGES = 1 << 16
-"""Pages after these whose heads are looked at; 2 or 3 microseconds each."""
-
 CHECK_TRIES = 20
-REBUILD = "Remove the folder and let it fill again, or put a copy of it back."
 
 
 class Environment:
@@ -94,8 +81,8 @@ class Environment:
         self._closed = False
         try:
             mode = 0o770 if shared else 0o700
-            flags = _Flags(map_size, read_only, mode, durable, ours)
-            self._shared = _acquire(self.folder, databases, flags)
+            flags = Flags(map_size, read_only, mode, durable, ours)
+            self._shared = acquire(self.folder, databases, flags)
         except (lmdb.Error, OSError) as error:
             raise translate_opening(error, self.folder) from error
 
@@ -134,7 +121,7 @@ class Environment:
         self._open()
         with self._shared.used(write):
             env = self._open()
-            if write and self._shared.file != _identity(self.folder / DATA_FILE):
+            if write and self._shared.file != identity(self.folder / DATA_FILE):
                 raise StoreUnusable(
                     f"{self.folder}: the store was removed or replaced while it was open",
                     remedy="Close it and open it again.",
@@ -215,7 +202,7 @@ class Environment:
             fd = os.open(file, os.O_WRONLY)
             try:
                 for start, length in spans:
-                    _zero(fd, start, length)
+                    overwrite(fd, start, length)
                 unsynced.sync_file(fd)
             finally:
                 os.close(fd)
@@ -230,7 +217,7 @@ class Environment:
         if self.usable:
             self._shared.check_outside()
             self._closed = True
-            _release(self._shared)
+            release(self._shared)
         self._closed = True
 
     def _open(self) -> lmdb.Environment:
@@ -351,52 +338,6 @@ class Transaction:
         return txn, db
 
 
-def _zero(fd: int, start: int, length: int) -> None:
-    zeros = memoryview(bytes(min(length, ZEROS)))
-    while length > 0:
-        written = os.pwrite(fd, zeros[:length], start)
-        start, length = start + written, length - written
-
-
-def compact(folder: str | os.PathLike[str], *, wipe: bool = False) -> tuple[int, int]:
-    """Rewrite the data file without its free pages; its bytes before and after.
-
-    ``wipe`` overwrites the old file with zeros before it goes. The disk must have room for
-    what is kept a second time. Raises ``StoreInUse`` where this or another process has the
-    store open, and ``StoreUnusable`` or ``Damaged`` as opening does.
-    """
-    path = Path(folder)
-    with _registry_lock:
-        # First: closing the lock file would take this process's own locks with it.
-        if os.path.realpath(path) in _registry:
-            raise StoreInUse(f"{folder}: open in this process")
-        with translated(path), power.alone(path):
-            return _compact(path, wipe)
-
-
-def _compact(folder: Path, wipe: bool) -> tuple[int, int]:
-    old = folder / DATA_FILE
-    power.refuse_lost(old)
-    _refuse_damage(old)
-    with tempfile.TemporaryDirectory(prefix=COPY, dir=folder) as made:
-        new = Path(made) / DATA_FILE
-        env = lmdb.open(str(folder), readonly=True, create=False, lock=False)
-        try:
-            env.copy(made, compact=True)
-        finally:
-            env.close()
-        new.chmod(old.stat().st_mode & 0o777)
-        unsynced.sync_path(new)
-        before = old.stat().st_size
-        with old.open("r+b") as file:
-            new.replace(old)
-            unsynced.clear(folder)
-            if wipe:
-                _zero(file.fileno(), 0, before)
-                unsynced.sync_file(file.fileno())
-        return before, old.stat().st_size
-
-
 def free_bytes(folder: str | os.PathLike[str]) -> int:
     """Bytes that this user may still write to the disk of ``folder``, which need not exist yet."""
     path = Path(folder).absolute()
@@ -407,249 +348,3 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
 
 
 _NOTHING = memoryview(b"")
-
-
-class _Flags(NamedTuple):
-    """How an environment is opened; the first handle of a process says it for all."""
-
-    map_size: int
-    read_only: bool
-    mode: int
-    durable: bool | None
-    ours: bool
-
-
-class _Shared:
-    """One open environment of this process, and who uses it."""
-
-    def __init__(
-        self, env: lmdb.Environment, data_file: Path, *, read_only: bool, durable: bool
-    ) -> None:
-        self.env: lmdb.Environment | None = env
-        self.data_file = data_file
-        self.file = _identity(data_file)
-        self.read_only = read_only
-        self.durable = durable
-        self.databases: dict[str, Any] = {}
-        self.handles = 0
-        self._idle = threading.Condition()
-        self._holders: dict[int, int] = {}
-        self._write_lock = threading.Lock()
-        self._writer: int | None = None
-
-    @contextmanager
-    def used(self, write: bool) -> Iterator[None]:
-        """Keep the environment open; let one thread write, once."""
-        me = threading.get_ident()
-        if write and self._writer == me:
-            raise RuntimeError("This thread holds a write transaction already")
-        with self._idle:
-            self._holders[me] = self._holders.get(me, 0) + 1
-        try:
-            if write:
-                with self._write_lock:
-                    self._writer = me
-                    try:
-                        yield
-                    finally:
-                        self._writer = None
-            else:
-                yield
-        finally:
-            with self._idle:
-                self._holders[me] -= 1
-                if not self._holders[me]:
-                    del self._holders[me]
-                    self._idle.notify_all()
-
-    def open_databases(self, names: Sequence[str]) -> None:
-        """Open the databases ``names``; make those that are missing, unless read-only."""
-        missing = [name for name in names if self.databases.get(name) is None]
-        if not missing or self.env is None:
-            return
-        if self.read_only:
-            for name in missing:
-                self.databases[name] = None
-                with suppress(lmdb.NotFoundError):
-                    self.databases[name] = self.env.open_db(name.encode(), create=False)
-            return
-        with self.used(write=True), self.env.begin(write=True) as txn:
-            opened = {name: self.env.open_db(name.encode(), txn) for name in missing}
-        self.databases.update(opened)
-
-    def wait_until_idle(self) -> None:
-        """Return once no thread is inside a transaction."""
-        with self._idle:
-            self._idle.wait_for(lambda: not self._holders)
-
-    def close(self) -> None:
-        """Close for good; nobody holds a handle."""
-        env, self.env = self.env, None
-        if env is not None:
-            env.close()
-            if not self.durable and not self.read_only:
-                power.let_go(self.data_file)
-
-    def check_outside(self) -> None:
-        """Raise ``RuntimeError`` where this thread is inside a transaction."""
-        if threading.get_ident() in self._holders:
-            raise RuntimeError("A store cannot be closed inside a transaction")
-
-
-_registry: dict[str, _Shared] = {}
-_registry_lock = threading.Lock()
-
-
-def _acquire(folder: Path, names: Sequence[str], flags: _Flags) -> _Shared:
-    key = os.path.realpath(folder)
-    with _registry_lock:
-        shared = _registry.get(key)
-        if shared is not None and shared.file != _identity(folder / DATA_FILE):
-            shared = None  # that file was removed; those who have it open keep it
-        if shared is None:
-            shared = _open_shared(key, flags)
-        elif flags.durable and not shared.durable and not flags.read_only:
-            raise StoreUnusable(
-                f"{folder}: open in this process without protection from power loss",
-                remedy="Close that handle first, or open this one with the same durability.",
-            )
-        elif shared.read_only and not flags.read_only:
-            raise StoreUnusable(
-                f"{folder}: open for reading only in this process",
-                remedy="Close that handle before the store is opened for writing.",
-            )
-        try:
-            shared.open_databases(names)
-        except BaseException:
-            if not shared.handles:
-                shared.close()
-            raise
-        shared.handles += 1
-        _registry[key] = shared
-        return shared
-
-
-def _identity(file: Path) -> tuple[int, int]:
-    """What tells a file from another one of the same name; zeros for none."""
-    try:
-        status = file.stat()
-    except FileNotFoundError:
-        return 0, 0
-    return status.st_dev, status.st_ino
-
-
-def _release(shared: _Shared) -> None:
-    with _registry_lock:
-        shared.handles -= 1
-    if shared.handles:
-        return
-    # Not under the lock: a transaction that is waited for may itself open another store.
-    shared.wait_until_idle()
-    with _registry_lock:
-        if not shared.handles:
-            for key in [key for key, other in _registry.items() if other is shared]:
-                del _registry[key]
-            shared.close()
-
-
-def _open_shared(folder: str, flags: _Flags) -> _Shared:
-    file = Path(folder) / DATA_FILE
-    if flags.read_only:
-        file.stat()  # LMDB would make one
-        power.refuse_lost(file)
-        env = _open_lmdb(file, flags, sync=True)
-        return _Shared(env, file, read_only=True, durable=not unsynced.is_marked(file.parent))
-    os.makedirs(folder, mode=flags.mode, exist_ok=True)  # noqa: PTH103
-    mode = flags.mode & 0o666
-    for _ in range(power.TRIES):
-        power.begin_anew(file, mode, empty=flags.ours)
-        durable = power.settle(file, flags.durable, mode)
-        env = _open_lmdb(file, flags, sync=durable)
-        # From here on nobody is alone with the store, so it stays as it is.
-        if durable != unsynced.is_marked(file.parent):
-            return _Shared(env, file, read_only=False, durable=durable)
-        env.close()
-    raise StoreInUse(f"{folder}: others open and close it all the time")
-
-
-def _open_lmdb(file: Path, flags: _Flags, *, sync: bool) -> lmdb.Environment:
-    folder = str(file.parent)
-    options: dict[str, Any] = {
-        "map_size": flags.map_size,
-        "max_dbs": MAX_DATABASES,
-        "max_readers": MAX_READERS,
-        "metasync": False,
-        "sync": sync,
-        "mode": flags.mode,
-    }
-    short = _refuse_damage(file)
-    if flags.read_only:
-        try:
-            env = lmdb.open(folder, readonly=True, create=False, **options)
-        except lmdb.ReadonlyError:
-            return lmdb.open(folder, readonly=True, create=False, lock=False, **options)
-    else:
-        fresh = not file.exists() or file.stat().st_size <= 2 * mmap.PAGESIZE
-        env = lmdb.open(folder, **options)
-        if fresh:
-            _establish(env, file.parent)
-        if flags.mode == 0o700:
-            _tighten(file.parent)
-        # Nobody compacts while this process has the store open.
-        for left in file.parent.glob(f"{COPY}*"):
-            shutil.rmtree(left, ignore_errors=True)
-    env.reader_check()
-    if short and not flags.read_only:
-        _lengthen(env, file)
-    return env
-
-
-def _establish(env: lmdb.Environment, folder: Path) -> None:
-    """Have a new file on the disk before anything is written that needs its first two pages."""
-    env.sync(True)
-    unsynced.sync_folder(folder)
-    with suppress(PermissionError):
-        unsynced.sync_folder(folder.parent)
-
-
-def _refuse_damage(file: Path) -> bool:
-    """Raise ``Damaged`` where LMDB would crash; whether the file ends before its last page."""
-    from kvkeep.persistence.pages import check_pages
-
-    try:
-        found = check_pages(file, OPENING_PAGES, skim=SKIMMED_PAGES)
-    except FileNotFoundError:
-        return False
-    if found.faults:
-        raise Damaged(f"{file}: {found.faults[0]}", remedy=REBUILD)
-    return found.short
-
-
-def _lengthen(env: lmdb.Environment, file: Path) -> None:
-    """Give pages that were never written their place, so that the next opening is quick."""
-    with suppress(OSError, lmdb.Error), env.begin(write=True):
-        # Nobody else writes now, and nobody maps less than the whole map.
-        end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-        if file.stat().st_size < end:
-            os.truncate(file, end)
-
-
-def _tighten(folder: Path) -> None:
-    """Take away what group and others may do to the store, where this user owns it."""
-    for path in (folder, folder / DATA_FILE, folder / LOCK_FILE):
-        status = path.stat()
-        if status.st_mode & 0o077 and status.st_uid == os.geteuid():
-            path.chmod(status.st_mode & 0o700)
-
-
-def _forget() -> None:
-    """After a fork: drop the parent's environments unclosed, for closing would end its readers."""
-    global _registry_lock
-    _registry_lock = threading.Lock()
-    for shared in _registry.values():
-        shared.env = None
-        shared.databases.clear()
-    _registry.clear()
-
-
-os.register_at_fork(after_in_child=_forget)

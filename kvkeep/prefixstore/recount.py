@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvkeep.errors import CorruptFrame, NewerFormat
-from kvkeep.persistence.environment import DATA_FILE, Environment, Transaction
+from kvkeep.persistence.environment import Environment, Transaction
 from kvkeep.persistence.frame import Frame
+from kvkeep.persistence.opening import DATA_FILE
 from kvkeep.prefixstore import bookkeeping, layout
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.ledger import counter, highest_id

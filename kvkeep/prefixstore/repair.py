@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from kvkeep.errors import CorruptFrame, Damaged, NewerFormat
-from kvkeep.persistence.environment import DATA_FILE, REBUILD, Environment, Transaction
+from kvkeep.persistence.environment import Environment, Transaction
+from kvkeep.persistence.opening import DATA_FILE, REBUILD
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.bookkeeping import rebuild
 from kvkeep.prefixstore.ledger import Ledger

@@ -16,7 +16,7 @@ import pytest
 import kvkeep
 from kvkeep.errors import Damaged, KvkeepError, StoreUnusable
 from kvkeep.persistence import unsynced
-from kvkeep.persistence.environment import compact
+from kvkeep.persistence.compact import compact
 from tests.faults import powerloss
 from tests.faults.rows import caches, tokens_of
 from tests.faults.sigkill import ROOT

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import kvkeep
 from kvkeep.errors import KvkeepError
-from kvkeep.persistence import environment
+from kvkeep.persistence import opening
 from tests.faults import light
 from tests.faults.rows import KINDS, caches, tokens_of, wrong
 from tests.faults.sigkill import ROOT
@@ -175,7 +175,7 @@ def serve(unguarded: bool) -> None:
     small_chunks()
     logging.disable(logging.CRITICAL)
     if unguarded:
-        environment._refuse_damage = lambda file: False
+        opening.refuse_damage = lambda file: False
     for line in sys.stdin:
         try:
             told = use(line.strip())

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvkeep.errors import Damaged, NotAStore
-from kvkeep.persistence.environment import OPENING_PAGES, Environment
+from kvkeep.persistence.environment import Environment
+from kvkeep.persistence.opening import OPENING_PAGES
 from kvkeep.persistence.pages import check_pages
 
 MIB = 1 << 20

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvkeep.errors import Damaged, StoreInUse
-from kvkeep.persistence.environment import Environment, compact
+from kvkeep.persistence.compact import compact
+from kvkeep.persistence.environment import Environment
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
