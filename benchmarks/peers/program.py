@@ -52,7 +52,7 @@ def append(
     kind = Shape(**shape)
     peer = _peer(adapter, folder)
     prompt = np.concatenate([tokens(count, 0), tokens(new, 1 + number)])
-    caches, offset = peer.restore(prompt.tolist())
+    caches, offset = peer.restore(np.append(prompt[:count], 1).tolist())
     assert caches is not None, "nothing came back"
     extend(caches, kind, count, 0)
     extend(caches, kind, count + new, 1 + number)
