@@ -90,14 +90,11 @@ def test_a_crash_in_the_middle_of_a_prefill_leaves_its_checkpoints(
 
 def test_a_stop_is_quick_and_keeps_what_is_in_hand(serve: Callable[..., Server]) -> None:
     """In the middle of a prompt, and of an answer; each next server looks what the last kept."""
-    ways = [
-        (number, how, reading)
-        for how in ({}, {"seed": 1})
-        for number, reading in (
-            (signal.SIGTERM, True),
-            (signal.SIGINT, True),
-            (signal.SIGTERM, False),
-        )
+    ways: list[tuple[signal.Signals, dict[str, int], bool]] = [
+        (signal.SIGTERM, {}, True),
+        (signal.SIGINT, {"seed": 1}, True),
+        (signal.SIGINT, {}, False),
+        (signal.SIGTERM, {"seed": 1}, False),
     ]
     server = serve("--checkpoint-every", "0", "--flush-seconds", "5")
     for index, (number, how, reading) in enumerate(ways):
