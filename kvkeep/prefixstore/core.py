@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgpack
 
@@ -27,12 +27,16 @@ from kvkeep.prefixstore.writer import Limits, Writer
 
 @dataclass
 class Core:
-    """The moving parts of one open store, shared by its spaces."""
+    """The moving parts of one open store, shared by its spaces.
+
+    ``finished`` names answers that are complete and still to be removed (``unfinished.py``).
+    """
 
     env: Environment
     quarantine: Quarantine
     writer: Writer
     events: EventLog
+    finished: set[bytes] = field(default_factory=set)
 
     @staticmethod
     def start(env: Environment, limits: Limits) -> Core:

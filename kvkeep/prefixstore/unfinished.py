@@ -84,6 +84,7 @@ class Unfinished:
         self._core, self._space = core, space
         self._prompt = as_tokens(prompt)
         self._disguise = Disguise(key)
+        self._name = hashlib.blake2b(space.id + self._prompt.tobytes() + key).digest()
         self._stored = False
 
     def resume(self) -> Continued | None:
@@ -91,6 +92,8 @@ class Unfinished:
         none. Waits for what was accepted. A failure of the store counts as none.
         """
         end = len(self._prompt)
+        if self._name in self._core.finished:
+            return None
         for prepared in self._core.writer.queued(self._space.id):
             tokens = prepared.snapshot.tokens
             mine = len(tokens) > end and self._disguise.reveal(tokens[end:]) is not None
@@ -125,6 +128,7 @@ class Unfinished:
     def finished(self) -> None:
         """Remove what is stored of the answer, once what was accepted is written."""
         if self._stored and self._core.env.usable and not self._core.env.read_only:
+            self._core.finished.add(self._name)
             self._core.writer.call(self._remove)
         self._stored = False
 
@@ -186,13 +190,16 @@ class Unfinished:
     def _remove(self) -> None:
         """Drop the nodes of the answer, and leave the prompt's as they are."""
         end = len(self._prompt)
-        with self._core.env.begin(write=True) as txn:
-            ledger = Ledger(txn, self._space.id)
-            _, nodes = self._path(txn)
-            if nodes and nodes[0].start < end:
-                split(ledger, nodes[0], end)
+        try:
+            with self._core.env.begin(write=True) as txn:
+                ledger = Ledger(txn, self._space.id)
                 _, nodes = self._path(txn)
-            for node in reversed(nodes):
-                if not has_children(txn, self._space.id, node.id):
-                    ledger.drop_node(node)
-            ledger.settle()
+                if nodes and nodes[0].start < end:
+                    split(ledger, nodes[0], end)
+                    _, nodes = self._path(txn)
+                for node in reversed(nodes):
+                    if not has_children(txn, self._space.id, node.id):
+                        ledger.drop_node(node)
+                ledger.settle()
+        finally:
+            self._core.finished.discard(self._name)
