@@ -65,14 +65,24 @@ def measure(bench: Bench) -> Result:
         why = next(answer["failed"] for answer in found[name] if "failed" in answer)
         result.notes.append(f"{name} failed and is left out: {why}")
         del pythons[name]
+    result.notes += [
+        f"{name} gave nothing back, so that its restores are left out."
+        for name in pythons
+        if not any(answer["warm"]["offset"] for answer in found[name])
+    ]
     for label, step, key, scale, unit in COLUMNS:
         for name in pythons:
-            values = [answer[step][key] * scale for answer in found[name] if answer[step]]
+            some = [
+                a[step] for a in found[name] if a[step] and (a["warm"]["offset"] or step == "store")
+            ]
+            values = [answer[key] * scale for answer in some]
             if values:
                 result.line(f"{label}: {name}", values, unit)
     for name in pythons:
         every = found[name]
         exact = sum(a[step]["exact"] for a in every for step in ("warm", "cold", "diverging"))
+        if not any(answer["warm"]["offset"] for answer in every):
+            continue
         result.line(f"restores that were not exact: {name}", [float(3 * len(every) - exact)], "")
         damaged = [a["damaged"] for a in every if "damaged" in a and a["warm"]["exact"]]
         if damaged:

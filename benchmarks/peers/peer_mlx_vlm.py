@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ class Peer:
     """An ``APCManager`` over a ``DiskBlockStore``: shards of blocks, written by a thread."""
 
     def __init__(self, folder: str) -> None:
+        # Otherwise it reads nothing back while less than 2 GiB are free, page cache not counted.
+        os.environ.setdefault("APC_DISK_MIN_FREE_RAM_GB", "0")
         from mlx_vlm import apc
 
         disk = apc.DiskBlockStore(Path(folder), "bench")
