@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import mlx.core as mx
 import pytest
@@ -18,6 +19,13 @@ from tests.codecs.contract import Rows, flat, same_bits
 from tests.codecs.shuttle import bits
 
 ROWS = Rows(heads=2, k_width=64, v_width=64)
+
+
+@pytest.fixture
+def no_spare_buffers():
+    """MLX hands out freed buffers again, larger ones too, which would count as more memory."""
+    gc.collect()
+    mx.clear_cache()
 
 
 def filled(size, *counts, **options):
@@ -68,6 +76,7 @@ def test_every_read_has_the_bits_of_a_plain_cache(size):
         assert same_bits(cache.update_and_fetch(*rows), other.update_and_fetch(*rows)) > 0
 
 
+@pytest.mark.usefixtures("no_spare_buffers")
 def test_only_occupied_blocks_are_held():
     cache = filled(16, 100)
     assert cache.nbytes == 7 * 16 * cache.bytes_per_token()
@@ -82,6 +91,7 @@ def test_only_occupied_blocks_are_held():
         cache.keys_and_values()
 
 
+@pytest.mark.usefixtures("no_spare_buffers")
 def test_a_block_does_not_keep_the_chunk_that_it_came_with():
     wide = mx.random.normal((1, 1, 640, 256))
     mx.eval(wide)
@@ -91,10 +101,12 @@ def test_a_block_does_not_keep_the_chunk_that_it_came_with():
     evaluated(cache)
     del wide
     cache.trim(576)
-    assert mx.get_active_memory() == before - 640 * 256 * 4 + cache.nbytes
+    left = mx.get_active_memory() - (before - 640 * 256 * 4)
+    assert cache.nbytes <= left < 2 * cache.nbytes
     assert cache.nbytes == 64 * 128 * 4
 
 
+@pytest.mark.usefixtures("no_spare_buffers")
 def test_an_append_copies_no_block():
     cache = filled(256, 600)
     evaluated(cache)
@@ -143,6 +155,7 @@ def test_requests_share_a_prefix_and_never_see_each_other(at):
     assert held_bytes([first, second, third]) == alone - 2 * shared * first.table[0].nbytes
 
 
+@pytest.mark.usefixtures("no_spare_buffers")
 def test_a_shared_prefix_takes_its_memory_once():
     first = filled(64, 640)
     evaluated(first)
@@ -151,12 +164,13 @@ def test_a_shared_prefix_takes_its_memory_once():
     for cache in others:
         cache.update_and_fetch(*ROWS.at(700, 701))
     evaluated(*others)
-    assert mx.get_active_memory() - before == 5 * first.table[0].nbytes
+    assert 5 <= (mx.get_active_memory() - before) / first.table[0].nbytes < 7
     # The blocks live as long as someone lists them.
     del first
     assert same_bits(others[0].keys_and_values(), others[4].keys_and_values()) == 2 * 641 * 128
 
 
+@pytest.mark.usefixtures("no_spare_buffers")
 def test_only_the_half_filled_block_is_copied_on_a_write():
     first = filled(256, 300)
     second = first.fork()
@@ -164,7 +178,7 @@ def test_only_the_half_filled_block_is_copied_on_a_write():
     before = mx.get_active_memory()
     second.update_and_fetch(*ROWS.at(300, 301))
     evaluated(second)
-    assert mx.get_active_memory() - before == first.table[0].nbytes
+    assert 1 <= (mx.get_active_memory() - before) / first.table[0].nbytes < 2
 
 
 @pytest.mark.parametrize("positions", [-1, 12])
