@@ -10,9 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +20,7 @@ from benchmarks.steps import load_imports, load_mlx_lm, open_space, save_mlx_lm
 
 COUNT = 256
 CROWDS = (1, 2, 8)
+READY_SECONDS = 120
 
 
 def store_kvkeep(folder: str, number: int, crowd: int, shape: dict[str, int]) -> Answer:
@@ -103,9 +102,12 @@ def measure(bench: Bench) -> Result:
 
 
 def _meet(folder: str, number: int, crowd: int) -> float:
-    """Wait until all processes are ready; the moment of the start."""
+    """Wait until all processes are ready; the moment of the start. Raises ``TimeoutError``."""
     Path(folder, f"ready{number}").touch()
+    latest = time.time() + READY_SECONDS
     while len(list(Path(folder).glob("ready*"))) < crowd:
+        if time.time() > latest:
+            raise TimeoutError("Another process of the crowd did not get ready")
         time.sleep(0.001)
     return time.time()
 
@@ -123,7 +125,8 @@ def _crowd(
         answer: Answer = {"compared": 0}
         for what, step in (("store", store), ("restore", restore)):
             settle_disk()
-            answers = _all(bench, step, folder, crowd)
+            common = {"folder": folder, "crowd": crowd, "shape": LARGE.json()}
+            answers = bench.together(step, [{"number": n, **common} for n in range(crowd)])
             answer[what] = max(a["done"] for a in answers) - max(a["start"] for a in answers)
             answer["compared"] += sum(int(a.get("compared", 0)) for a in answers)
             for file in folder.glob("ready*"):
@@ -132,10 +135,3 @@ def _crowd(
         return answer
 
     return take
-
-
-def _all(bench: Bench, step: Callable[..., Answer], folder: Path, crowd: int) -> list[Answer]:
-    common: dict[str, Any] = {"folder": folder, "crowd": crowd, "shape": LARGE.json()}
-    with ThreadPoolExecutor(crowd) as pool:
-        started = [pool.submit(bench.step, step, number=n, **common) for n in range(crowd)]
-        return [each.result() for each in started]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,15 @@ class Bench:
         the process ever held, in bytes. Raises ``StepFailed``.
         """
         touch_memory()
+        return self._run(function, arguments)
+
+    def together(self, function: Callable[..., Answer], each: list[Answer]) -> list[Answer]:
+        """Call ``function`` in as many fresh processes at once as ``each`` has arguments."""
+        touch_memory()
+        with ThreadPoolExecutor(len(each)) as pool:
+            return list(pool.map(lambda arguments: self._run(function, arguments), each))
+
+    def _run(self, function: Callable[..., Answer], arguments: Answer) -> Answer:
         words = [function.__module__, function.__qualname__, json.dumps(arguments, default=str)]
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.child", *words],
