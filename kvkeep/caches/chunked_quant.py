@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
+from kvkeep.caches import chunk
 from kvkeep.caches.quantized import QuantizedRows
 from kvkeep.caches.reads import mask_of
 from kvkeep.errors import BadScheme
@@ -39,8 +40,7 @@ class ChunkedQuantizedKVCache(QuantizedRows):
     @property
     def minimum_resumable_offset(self) -> int:
         """The precision boundary, or the first offset whose window is whole."""
-        whole = self.start_position + self.chunk_size if self.start_position else 0
-        return max(self.boundary, whole)
+        return max(self.boundary, chunk.floor(self.start_position, self.chunk_size))
 
     @minimum_resumable_offset.setter
     def minimum_resumable_offset(self, boundary: int) -> None:

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from kvkeep.caches.every_position import EveryPosition
 from kvkeep.caches.reads import DenseRead, one_position
 from kvkeep.errors import BadScheme, EmptyCache
 
@@ -96,7 +97,7 @@ class DirectRead:
         return (total / weight).astype(queries.dtype).reshape(batch, heads, length, -1)
 
 
-class PagedKVCache:
+class PagedKVCache(EveryPosition):
     """Keys and values in blocks of ``block_size`` positions, of any head size.
 
     Raises ``BadScheme`` for a block size that is not positive, and for another ``read`` than
@@ -157,20 +158,6 @@ class PagedKVCache:
         other.minimum_resumable_offset = self.minimum_resumable_offset
         return other
 
-    def make_mask(
-        self,
-        N: int,  # noqa: N803
-        return_array: bool = False,
-        window_size: int | None = None,
-    ) -> mx.array | str | None:
-        """The causal mask of the next ``N`` positions, as mlx-lm's plain cache gives it."""
-        from mlx_lm.models.cache import create_attention_mask
-
-        mask: mx.array | str | None = create_attention_mask(
-            N, self.offset, return_array, window_size
-        )
-        return mask
-
     @property
     def state(self) -> tuple[Any, ...]:
         """Everything that the cache holds, for ``from_state`` and for ``mx.eval``."""
@@ -189,26 +176,11 @@ class PagedKVCache:
         self.table = tuple(Block(k, v) for k, v in zip(keys, values, strict=True))
         self.minimum_resumable_offset = floor
 
-    @classmethod
-    def from_state(cls, state: Sequence[Any]) -> PagedKVCache:
-        """The cache whose ``state`` this is."""
-        cache = cls.__new__(cls)
-        cache.state = state
-        return cache
-
-    def max_append(self) -> int | None:
-        """``None``: the rows never change precision."""
-        return None
-
     def bytes_per_token(self) -> int:
         """Physical bytes of one row's token in its block; 0 before the first append."""
         if not self.table:
             return 0
         return self.table[0].nbytes // (self.table[0].keys.shape[0] * self.block_size)
-
-    def is_trimmable(self) -> bool:
-        """Always."""
-        return True
 
     def trim(self, n: int) -> int:
         """Drop the last ``n`` positions, at most all, and the blocks that held no others."""
@@ -216,10 +188,6 @@ class PagedKVCache:
         self.offset -= n
         self.table = self.table[: self._blocks(self.offset)]
         return n
-
-    def size(self) -> int:
-        """``offset``."""
-        return self.offset
 
     def empty(self) -> bool:
         """Whether no block is held."""

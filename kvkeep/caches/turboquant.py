@@ -32,6 +32,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvkeep.caches.bitpack import GROUP
+from kvkeep.caches.every_position import EveryPosition
 from kvkeep.caches.hadamard import unrotate
 from kvkeep.caches.reads import DenseRead, one_position
 from kvkeep.caches.turboquant_codes import (
@@ -63,7 +64,7 @@ class RotatedRead:
         return unrotate(sums.astype(mx.float32)).astype(sums.dtype)
 
 
-class TurboQuantKVCache:
+class TurboQuantKVCache(EveryPosition):
     """Keys of ``k_bits`` (2, 4, 5, 8) and values of ``v_bits`` (2, 3, 4, 5, 8), D of 64 to 512.
 
     ``keys`` is (indices, scales, zeros), ``values`` is (packed, scales), ``[B, H, capacity, ·]``,
@@ -110,20 +111,6 @@ class TurboQuantKVCache:
         """All rows decoded, ``[B, H, offset, D]``. Raises ``EmptyCache`` where there are none."""
         return self._decoded(decode_values)
 
-    def make_mask(
-        self,
-        N: int,  # noqa: N803
-        return_array: bool = False,
-        window_size: int | None = None,
-    ) -> mx.array | str | None:
-        """The causal mask of the next ``N`` positions, as mlx-lm's plain cache gives it."""
-        from mlx_lm.models.cache import create_attention_mask
-
-        mask: mx.array | str | None = create_attention_mask(
-            N, self.offset, return_array, window_size
-        )
-        return mask
-
     @property
     def state(self) -> tuple[Any, ...]:
         """Everything that the cache holds, for ``from_state`` and for ``mx.eval``."""
@@ -149,36 +136,17 @@ class TurboQuantKVCache:
         self.offset, self.k_bits, self.v_bits = offset, k_bits, v_bits
         self.deferred_rotation, self.minimum_resumable_offset = bool(deferred), floor
 
-    @classmethod
-    def from_state(cls, state: Sequence[Any]) -> TurboQuantKVCache:
-        """The cache whose ``state`` this is."""
-        cache = cls.__new__(cls)
-        cache.state = state
-        return cache
-
-    def max_append(self) -> int | None:
-        """``None``: the rows never change precision."""
-        return None
-
     def bytes_per_token(self) -> int:
         """Physical bytes of one row's token; 0 before the first append."""
         if self.keys is None or self.values is None:
             return 0
         return sum(p.nbytes // (p.shape[0] * p.shape[2]) for p in (*self.keys, *self.values))
 
-    def is_trimmable(self) -> bool:
-        """Always."""
-        return True
-
     def trim(self, n: int) -> int:
         """Drop the last ``n`` positions, at most all; how many went."""
         n = min(self.offset, n)
         self.offset -= n
         return n
-
-    def size(self) -> int:
-        """``offset``."""
-        return self.offset
 
     def empty(self) -> bool:
         """Whether nothing was ever appended."""

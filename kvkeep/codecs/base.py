@@ -332,6 +332,22 @@ def recorded_floor(cache: object, highest: int, name: str = RECORD) -> int | Non
     return None
 
 
+def recorded_boundary(cache: object, offset: int, name: str = RECORD) -> int:
+    """The precision boundary that a live cache records, as ``recorded_floor`` reads it.
+
+    Unknown history fails closed: ``offset``.
+    """
+    recorded = recorded_floor(cache, offset, name)
+    return offset if recorded is None else recorded
+
+
+def boundary_at(boundary: int | None, p: int) -> int:
+    """What a cache rebuilt at ``p`` records. Raises ``MalformedCache`` below the boundary."""
+    if boundary is not None and boundary > p:
+        raise MalformedCache(f"Rows converted at {boundary} cannot resume at {p}")
+    return p if boundary is None else boundary
+
+
 def check_planes(cache: object, planes: Sequence[mx.array], slots: int) -> None:
     """Refuse planes of several requests, of unequal length, or with fewer than ``slots`` slots.
 

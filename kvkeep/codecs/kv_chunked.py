@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.caches import chunk
 from kvkeep.codecs.base import (
     Codec,
     Description,
@@ -48,7 +49,6 @@ from kvkeep.codecs.base import (
     row_spec,
     whole,
 )
-from kvkeep.errors import MalformedCache
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -67,22 +67,14 @@ class KVChunked(Codec):
         """Rows ``[start_position, offset)``; the floor is the first whose window is whole."""
         offset = committed(cache)
         chunk_size, start = whole(cache, "chunk_size"), whole(cache, "start_position")
-        if chunk_size == 0 or start > offset:
-            raise MalformedCache(
-                f"ChunkedKVCache of {chunk_size} positions holds [{start}, {offset})"
-            )
-        if start and offset - start < chunk_size:
-            raise MalformedCache(
-                f"ChunkedKVCache holds {offset - start} positions from {start} on, fewer than "
-                f"its {chunk_size}: it was trimmed after its front was cut"
-            )
+        chunk.check("ChunkedKVCache", offset, start, chunk_size)
         check_planes(cache, (cache.keys, cache.values), offset - start)
         return Description(
             kind=self.kind,
             version=self.version,
             params={"chunk_size": chunk_size},
             offset=offset,
-            floor=start + chunk_size if start else 0,
+            floor=chunk.floor(start, chunk_size),
             reach=Reach(window=chunk_size),
             rows=(row_spec("k", cache.keys), row_spec("v", cache.values)),
             held=(Segment(start, 0, offset - start),),
@@ -101,9 +93,7 @@ class KVChunked(Codec):
 
         Raises ``MalformedCache`` where ``meta`` starts behind ``p``.
         """
-        start = _start(params, meta, p)
-        if start > p:
-            raise MalformedCache(f"A window that starts at {start} cannot resume at {p}")
+        start = chunk.started(entry(params, "chunk_size"), meta, p)
         return Placement(grown(p - start), (Segment(start, 0, p - start),))
 
     def build(
@@ -118,14 +108,8 @@ class KVChunked(Codec):
         """A ``ChunkedKVCache`` at ``p``."""
         cache = _cache_class()(entry(params, "chunk_size"))
         cache.keys, cache.values, cache.offset = planes["k"], planes["v"], p
-        cache.start_position = _start(params, meta, p)
+        cache.start_position = chunk.started(entry(params, "chunk_size"), meta, p)
         return cache
-
-
-def _start(params: Mapping[str, Scalar], meta: Meta | None, p: int) -> int:
-    if meta is not None:
-        return entry(meta, "start_position")
-    return max(0, p - entry(params, "chunk_size"))
 
 
 def _cache_class() -> Any:

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.caches import chunk
 from kvkeep.codecs.base import (
     Codec,
     Description,
@@ -37,6 +38,7 @@ from kvkeep.codecs.base import (
     Scalar,
     Segment,
     State,
+    boundary_at,
     check_packed,
     check_planes,
     committed,
@@ -44,11 +46,10 @@ from kvkeep.codecs.base import (
     grown,
     packed_planes,
     packed_sides,
-    recorded_floor,
+    recorded_boundary,
     row_spec,
     whole,
 )
-from kvkeep.errors import MalformedCache
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -65,27 +66,20 @@ class KVChunkedQuant(Codec):
 
     def describe(self, cache: Any) -> Description:
         """Rows ``[start_position, offset)``; the floor is that of the window or the boundary."""
-        offset, name = committed(cache), type(cache).__name__
+        offset = committed(cache)
         bits, group_size = whole(cache, "packed_bits"), whole(cache, "group_size")
         chunk_size, start = whole(cache, "chunk_size"), whole(cache, "start_position")
-        if chunk_size == 0 or start > offset:
-            raise MalformedCache(f"{name} of {chunk_size} positions holds [{start}, {offset})")
-        if start and offset - start < chunk_size:
-            raise MalformedCache(
-                f"{name} holds {offset - start} positions from {start} on, fewer than its "
-                f"{chunk_size}: it was trimmed after its front was cut"
-            )
+        chunk.check(type(cache).__name__, offset, start, chunk_size)
         planes = packed_planes(cache)
         check_planes(cache, tuple(planes.values()), offset - start)
         check_packed(cache, planes, bits, group_size)
-        recorded = recorded_floor(cache, offset, "boundary")
-        boundary = offset if recorded is None else recorded
+        boundary = recorded_boundary(cache, offset, "boundary")
         return Description(
             kind=self.kind,
             version=self.version,
             params={"bits": bits, "group_size": group_size, "chunk_size": chunk_size},
             offset=offset,
-            floor=max(boundary, start + chunk_size if start else 0),
+            floor=max(boundary, chunk.floor(start, chunk_size)),
             reach=Reach(window=chunk_size),
             boundary=boundary,
             rows=tuple(row_spec(name, plane) for name, plane in planes.items()),
@@ -105,9 +99,7 @@ class KVChunkedQuant(Codec):
 
         Raises ``MalformedCache`` where ``meta`` starts behind ``p``.
         """
-        start = _start(params, meta, p)
-        if start > p:
-            raise MalformedCache(f"A window that starts at {start} cannot resume at {p}")
+        start = chunk.started(entry(params, "chunk_size"), meta, p)
         return Placement(grown(p - start), (Segment(start, 0, p - start),))
 
     def build(
@@ -123,20 +115,13 @@ class KVChunkedQuant(Codec):
 
         Raises ``MalformedCache`` below the boundary.
         """
-        if boundary is not None and boundary > p:
-            raise MalformedCache(f"Rows converted at {boundary} cannot resume at {p}")
+        recorded = boundary_at(boundary, p)
         names = ("chunk_size", "bits", "group_size")
         cache = _cache_class()(*(entry(params, name) for name in names))
         cache.keys, cache.values = packed_sides(planes)
-        cache.offset, cache.boundary = p, p if boundary is None else boundary
-        cache.start_position = _start(params, meta, p)
+        cache.offset, cache.boundary = p, recorded
+        cache.start_position = chunk.started(entry(params, "chunk_size"), meta, p)
         return cache
-
-
-def _start(params: Mapping[str, Scalar], meta: Meta | None, p: int) -> int:
-    if meta is not None:
-        return entry(meta, "start_position")
-    return max(0, p - entry(params, "chunk_size"))
 
 
 def _cache_class() -> Any:

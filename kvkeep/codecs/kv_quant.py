@@ -45,6 +45,7 @@ from kvkeep.codecs.base import (
     Reach,
     Scalar,
     Segment,
+    boundary_at,
     check_packed,
     check_planes,
     committed,
@@ -52,11 +53,10 @@ from kvkeep.codecs.base import (
     grown,
     packed_planes,
     packed_sides,
-    recorded_floor,
+    recorded_boundary,
     row_spec,
     whole,
 )
-from kvkeep.errors import MalformedCache
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -83,8 +83,7 @@ class KVQuant(Codec):
         planes = packed_planes(cache)
         check_planes(cache, tuple(planes.values()), offset)
         check_packed(cache, planes, bits, group_size)
-        recorded = recorded_floor(cache, offset)
-        boundary = offset if recorded is None else recorded
+        boundary = recorded_boundary(cache, offset)
         return Description(
             kind=self.kind,
             version=self.version,
@@ -122,8 +121,7 @@ class KVQuant(Codec):
 
         Raises ``MalformedCache`` below the boundary.
         """
-        if boundary is not None and boundary > p:
-            raise MalformedCache(f"Rows converted at {boundary} cannot resume at {p}")
+        recorded = boundary_at(boundary, p)
         bits, group_size = entry(params, "bits"), entry(params, "group_size")
         if params.get("read") == DENSE:
             cache = _dense_class()(bits, group_size)
@@ -131,7 +129,7 @@ class KVQuant(Codec):
             cache = _cache_class()(group_size, bits)
         cache.keys, cache.values = packed_sides(planes)
         cache.offset = p
-        setattr(cache, RECORD, p if boundary is None else boundary)
+        setattr(cache, RECORD, recorded)
         return cache
 
 

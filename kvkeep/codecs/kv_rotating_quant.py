@@ -41,6 +41,7 @@ from kvkeep.codecs.base import (
     Scalar,
     Segment,
     State,
+    boundary_at,
     check_packed,
     check_planes,
     committed,
@@ -48,7 +49,7 @@ from kvkeep.codecs.base import (
     grown,
     packed_planes,
     packed_sides,
-    recorded_floor,
+    recorded_boundary,
     row_spec,
     whole,
 )
@@ -79,8 +80,7 @@ class KVRotatingQuant(Codec):
         check_packed(cache, planes, bits, group_size)
         slots = cache.keys[0].shape[2]
         held = ring.layout(offset, slots, whole(cache, "_idx"), max_size, keep)
-        recorded = recorded_floor(cache, offset, "boundary")
-        boundary = offset if recorded is None else recorded
+        boundary = recorded_boundary(cache, offset, "boundary")
         return Description(
             kind=self.kind,
             version=self.version,
@@ -132,12 +132,11 @@ class KVRotatingQuant(Codec):
 
         Raises ``MalformedCache`` below the boundary.
         """
-        if boundary is not None and boundary > p:
-            raise MalformedCache(f"Rows converted at {boundary} cannot resume at {p}")
+        recorded = boundary_at(boundary, p)
         names = ("max_size", "keep", "bits", "group_size")
         cache = _cache_class()(*(entry(params, name) for name in names))
         cache.keys, cache.values = packed_sides(planes)
-        cache.offset, cache.boundary = p, p if boundary is None else boundary
+        cache.offset, cache.boundary = p, recorded
         _, cache._idx = ring.laid_out(cache.max_size, meta, p)
         return cache
 

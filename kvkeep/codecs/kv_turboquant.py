@@ -47,7 +47,7 @@ from kvkeep.codecs.base import (
     dtype_name,
     entry,
     grown,
-    recorded_floor,
+    recorded_boundary,
     row_spec,
     whole,
 )
@@ -79,8 +79,7 @@ class KVTurboQuant(Codec):
         planes = self.planes(cache)
         check_planes(cache, tuple(planes.values()), offset)
         _check_rows(planes, params)
-        recorded = recorded_floor(cache, offset)
-        boundary = offset if recorded is None else recorded
+        boundary = recorded_boundary(cache, offset)
         return Description(
             kind=self.kind,
             version=self.version,
