@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pagecache
-from benchmarks.harness import HOME, Answer, Bench, Result, Step, StepFailed, say
+from benchmarks.harness import HOME, Answer, Bench, Result, Step, StepFailed, last_answer, say
 from benchmarks.rows import LARGE, MIB, Shape, plane
 from benchmarks.touched import touch_memory
 
@@ -183,15 +181,5 @@ def _each(folder: Path, act: Any) -> None:
 def _run(python: Path, name: str, step: str, arguments: dict[str, Any]) -> Answer:
     """One step of an adapter in its own Python. Raises ``StepFailed``."""
     words = [f"peer_{name.replace('-', '_')}", step, json.dumps(arguments)]
-    done = subprocess.run(
-        [str(python), "-m", "benchmarks.peers.program", *words],
-        cwd=HOME,
-        env={**os.environ, "PYTHONPATH": str(HOME)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise StepFailed(f"{name}, {step}:\n{done.stderr.strip()}")
-    answer: Answer = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer
+    child = [str(python), "-m", "benchmarks.peers.program", *words]
+    return last_answer(child, f"{name}, {step}", {"PYTHONPATH": str(HOME)})

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -115,17 +116,8 @@ class Bench:
 
     def _run(self, function: Callable[..., Answer], arguments: Answer) -> Answer:
         words = [function.__module__, function.__qualname__, json.dumps(arguments, default=str)]
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.child", *words],
-            cwd=HOME,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise StepFailed(f"{function.__qualname__} failed:\n{done.stderr.strip()}")
-        answer: Answer = json.loads(done.stdout.strip().splitlines()[-1])
-        return answer
+        child = [sys.executable, "-m", "benchmarks.child", *words]
+        return last_answer(child, f"{function.__qualname__} failed")
 
     def interleaved(self, steps: Mapping[str, Step]) -> dict[str, list[Answer]]:
         """Take every step once in each round, in an order that rotates with the round.
@@ -149,6 +141,35 @@ class Bench:
             yield made
         finally:
             shutil.rmtree(made)
+
+
+def last_answer(words: list[str], what: str, more: Mapping[str, str] | None = None) -> Answer:
+    """The mapping that a process prints as JSON in its last line.
+
+    ``more`` is added to its environment. Raises ``StepFailed``, which begins with ``what``.
+    """
+    done = subprocess.run(
+        words,
+        cwd=HOME,
+        env={**os.environ, **(more or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise StepFailed(f"{what}:\n{done.stderr.strip()}")
+    answer: Answer = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def milliseconds(run: Callable[[], Any], repeats: int) -> float:
+    """Median milliseconds of ``run``."""
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken) * 1e3
 
 
 def say(message: str) -> None:

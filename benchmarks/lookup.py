@@ -12,7 +12,6 @@ edges on the path, not with the conversations: at most 1.5 times what it costs a
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Answer, Bench, Result, say
+from benchmarks.harness import Answer, Bench, Result, milliseconds, say
 from benchmarks.rows import Shape, empty
 from benchmarks.steps import load_imports, open_space
 
@@ -68,7 +67,7 @@ def look_up(folder: str, repeats: int) -> Answer:
         "mx": _time(lambda: space.explain(as_mx), LENGTH, repeats),
         "edges": _time(lambda: space.explain(turns), LENGTH, repeats),
         "short": _time(lambda: space.explain(short), len(short) - 1, repeats),
-        "convert": _time_of(lambda: np.asarray(as_list), repeats),
+        "convert": milliseconds(lambda: np.asarray(as_list), repeats),
     }
     store.close()
     return answer
@@ -111,16 +110,7 @@ def _time(look: Callable[[], Any], offset: int, repeats: int) -> float:
     """Milliseconds of ``look``, which must decide for ``offset``."""
     for _ in range(3):
         assert look().offset == offset, look()
-    return _time_of(look, repeats)
-
-
-def _time_of(run: Callable[[], Any], repeats: int) -> float:
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken) * 1e3
+    return milliseconds(look, repeats)
 
 
 def _long(number: int) -> Any:

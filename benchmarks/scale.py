@@ -34,13 +34,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Answer, Bench, say
+from benchmarks.harness import Answer, Bench, milliseconds, say
 from benchmarks.memory import Peak, _held
 from benchmarks.rows import MIB, Shape, empty
 from benchmarks.steps import IDENTITY, load_imports
@@ -138,13 +138,13 @@ def reading(folder: str, conversations: int) -> Answer:
     space.explain(tokens(0))
     warm.close()
     before = _held()
-    opening = median(lambda: opened(folder)[0].close(), 20)
+    opening = milliseconds(lambda: opened(folder)[0].close(), 20)
     store, space = opened(folder)
     rng = np.random.default_rng(3)
     prompts = [np.append(tokens(int(n)), 7) for n in rng.integers(0, conversations, REPEATS)]
     found: list[int] = []
     waiting = iter(prompts)
-    lookup = median(lambda: found.append(space.explain(next(waiting)).offset), REPEATS)
+    lookup = milliseconds(lambda: found.append(space.explain(next(waiting)).offset), REPEATS)
     assert all(offset >= SYSTEM for offset in found), "every one is stored, or was evicted in part"
     held = _held() - before
     store.close()
@@ -168,7 +168,7 @@ def writing(folder: str, turn: int) -> Answer:
         row, end = next(waiting)
         assert space.snapshot(row[:end], caches[end]).wait(), "a turn was not stored"
 
-    inserting = median(insert, REPEATS)
+    inserting = milliseconds(insert, REPEATS)
     before = count_nodes(store)
     began = time.perf_counter()
     store.evict(to=store.used_bytes - max(store.used_bytes // 100, 50_000))
@@ -235,16 +235,6 @@ def churn(folder: str, budget: int, times: int) -> Answer:
             sizes.append(store.env.file_bytes() / budget)
             gone.append(len(store.conversations()))
     return {"seconds": seconds, "file": sizes, "kept": gone}
-
-
-def median(run: Callable[[], Any], repeats: int) -> float:
-    """Milliseconds of ``run``."""
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken) * 1e3
 
 
 ROWS = {
