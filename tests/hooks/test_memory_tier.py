@@ -50,7 +50,7 @@ def right(shape, held, prefill, asked):
     return limit if lost <= 0 or limit - window >= lost else 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), shape=st.sampled_from(SHAPES))
 def test_each_lookup_reaches_as_far_as_the_rows_allow_and_no_byte_is_wrong(data, shape):
     tier = MemoryTier(max_size=50, max_bytes=1 << 40)
