@@ -1,24 +1,28 @@
-"""mlx-vlm: the disk tier of its automatic prefix cache, with its default block size."""
+"""mlx-vlm: the disk tier of its automatic prefix cache, with its default block size.
+
+A restore is refused unless twice its bytes have room. Where neither Metal nor psutil states the
+memory, its defaults leave room for 1 GiB, less than twice 512 MiB; so the room is set here.
+"""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 DISTRIBUTION = "mlx-vlm"
+ROOM_GB = 8
 
 
 class Peer:
     """An ``APCManager`` over a ``DiskBlockStore``: shards of blocks, written by a thread."""
 
     def __init__(self, folder: str) -> None:
-        # Otherwise it reads nothing back while less than 2 GiB are free, page cache not counted.
-        os.environ.setdefault("APC_DISK_MIN_FREE_RAM_GB", "0")
         from mlx_vlm import apc
 
         disk = apc.DiskBlockStore(Path(folder), "bench")
-        self._apc: Any = apc.APCManager(disk=disk)
+        # No blocks in memory, which would keep the caller busy: the writer reads the live arrays.
+        room = {"memory_max_gb": ROOM_GB}
+        self._apc: Any = apc.APCManager(num_blocks=0, disk=disk, overrides=room)
 
     def store(self, tokens: list[int], caches: list[Any]) -> None:
         """Whole blocks that are not there yet go to the disk."""
