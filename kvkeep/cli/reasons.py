@@ -69,4 +69,6 @@ def _limit(limit: LayerLimit) -> str:
         return f"{who} resume only at a resume point; the last one before it is at " + count(
             limit.offset
         )
-    return f"{who} have no rows beyond {count(limit.offset)}"
+    if limit.reason == "rows_missing":
+        return f"{who} have no rows beyond {count(limit.offset)}"
+    return f"{who} have nothing beyond {count(limit.offset)} that can be used"

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvkeep.prefixstore.policy import Decision, Reason
+from kvkeep.prefixstore.policy import FAULTS, Decision, Reason
 from kvkeep.prefixstore.receipt import Receipt
 from kvkeep.prefixstore.recipe import read_caches
 from kvkeep.prefixstore.space import Space
 from kvkeep.prefixstore.tokens import Tokens, as_tokens, insides
 
-WANTING = (Reason.NO_STATE_AT_OFFSET, Reason.ROWS_MISSING)
+WANTING = (Reason.NO_STATE_AT_OFFSET, Reason.ROWS_MISSING, *FAULTS)
 """What a resume point at the same offset would have helped against."""
 
 

@@ -11,7 +11,7 @@ from kvkeep.prefixstore.events import NOTHING, Used
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.lapsed import EXPIRED, what_became
 from kvkeep.prefixstore.nearby import changed_field
-from kvkeep.prefixstore.policy import Choice, Decision, Reason, decide
+from kvkeep.prefixstore.policy import FAULTS, Choice, Decision, Reason, decide
 from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.restore import BrokenChunk, Rebuilt, rebuild
 from kvkeep.prefixstore.tokens import Tokens, insides
@@ -60,21 +60,20 @@ class Lookup:
     def trace(self, tokens: Tokens, minimum: int) -> Trace:
         """The decision, with the walk and the weighing that led to it."""
         with self.env.begin() as txn:
-            choice, path, _ = self._decide(txn, tokens, minimum)
+            choice, path, facts = self._decide(txn, tokens, minimum)
             decision = self._named(txn, tokens, choice.decision, path)
             aside = self.quarantine.ids()
-            return trace(txn, self.identity.id, tokens, decision, path, self.step, aside)
+            return trace(txn, self.identity.id, tokens, decision, path, facts, self.step, aside)
 
     def find(self, tokens: Tokens, minimum: int, live: int = 0) -> Found:
         """The decision, carried out unless the caller's own ``live`` tokens reach as far.
 
         Raises ``StoreUnusable`` or ``Damaged``.
         """
-        scar: Reason | None = None
         for _ in range(ATTEMPTS):
             with self.env.begin() as txn:
                 choice, path, facts = self._decide(txn, tokens, minimum)
-                decision = _scarred(choice.decision, scar)
+                decision = choice.decision
                 used = Used(
                     tuple(n.key for n in path.nodes if n.start < max(live, decision.offset))
                 )
@@ -96,17 +95,16 @@ class Lookup:
                     return Found(decision, used, rebuilt, node, origin, seconds)
                 except BrokenChunk as broken:
                     self.quarantine.add(broken)
-                    scar = Reason.NEWER_FORMAT if broken.newer else Reason.CORRUPT
         raise Damaged("So many records of this prompt are damaged that it is not served")
 
     def _decide(self, txn: Transaction, tokens: Tokens, minimum: int) -> tuple[Choice, Path, Facts]:
         path = fresh(txn, walk(txn, self.identity.id, tokens))
-        facts = facts_of(txn, path, self.quarantine.ids())
+        facts = facts_of(txn, path, self.quarantine.ids(), self.quarantine.newer)
         inside = insides(tokens)
         choice = decide(len(tokens), path.matched, facts.candidates, minimum, self.step, inside)
         if path.broken is not None:
             reason = Reason.NEWER_FORMAT if path.newer else Reason.CORRUPT
-            choice = replace(choice, decision=_scarred(choice.decision, reason))
+            choice = replace(choice, decision=_ended(choice.decision, reason))
         else:
             choice = replace(
                 choice, decision=_regretted(txn, self.identity.id, choice.decision, tokens, path)
@@ -138,7 +136,7 @@ def _regretted(
 ) -> Decision:
     """The decision, with its reason where what comes next was stored once."""
     if path.expired:
-        return _scarred(decision, Reason.EXPIRED)
+        return _ended(decision, Reason.EXPIRED)
     if decision.reason not in (Reason.FULL, Reason.NO_PREFIX):
         return decision
     became = what_became(txn, space, tokens, path.matched)
@@ -147,8 +145,8 @@ def _regretted(
     return replace(decision, reason=Reason.EXPIRED if became == EXPIRED else Reason.EVICTED)
 
 
-def _scarred(decision: Decision, scar: Reason | None) -> Decision:
-    """The decision, with damage as its reason where damage may be what limited it."""
-    if scar is None or decision.reason is Reason.LAST_TOKEN:
+def _ended(decision: Decision, why: Reason) -> Decision:
+    """The decision on a path that ends early, which is its reason where that may matter."""
+    if decision.reason in (Reason.LAST_TOKEN, *FAULTS):
         return decision
-    return replace(decision, reason=scar)
+    return replace(decision, reason=why)

@@ -9,12 +9,13 @@ it from going further. See docs/policy.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvkeep.codecs.base import Reach
-from kvkeep.prefixstore.ranges import Ranges, covers
+from kvkeep.prefixstore.ranges import Ranges, covers, merged
 
 
 class Reason(StrEnum):
@@ -37,6 +38,11 @@ class Reason(StrEnum):
     EXPIRED = "expired"
 
 
+FAULTS = (Reason.CORRUPT, Reason.NEWER_FORMAT)
+"""Why something that is stored must not be used. Where several faults keep a resume from going
+further, the first of these that does so by itself names it."""
+
+
 @dataclass(frozen=True)
 class Group:
     """Layers of one recipe that share a kind, a reach, a floor and a row family."""
@@ -50,24 +56,36 @@ class Group:
 
 @dataclass(frozen=True)
 class Point:
-    """A resume point: its offset, and the rows that each family must have to resume there."""
+    """A resume point: its offset, and the rows that each family must have to resume there.
+
+    ``fault`` is what keeps its state from being used.
+    """
 
     offset: int
     needs: tuple[tuple[int, Ranges], ...] = ()
-    usable: bool = True
+    fault: Reason | None = None
+
+
+class Aside(NamedTuple):
+    """Positions of a family whose rows are stored and must not be used."""
+
+    fault: Reason
+    family: int
+    ranges: Ranges
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One recipe on the path, with the rows and resume points stored for it.
 
-    ``coverage[i]`` are the positions of family *i* whose rows are stored. Points are sorted
-    by offset.
+    ``coverage[i]`` are the positions of family *i* whose rows are stored and can be used,
+    ``aside`` those that cannot. Points are sorted by offset.
     """
 
     groups: tuple[Group, ...]
     coverage: tuple[Ranges, ...]
     points: tuple[Point, ...] = ()
+    aside: tuple[Aside, ...] = ()
 
     @property
     def floor(self) -> int:
@@ -78,6 +96,21 @@ class Candidate:
     def stateful(self) -> bool:
         """Whether any layer resumes only at a snapshot."""
         return any(g.reach.stateful for g in self.groups)
+
+    def without(self, fault: Reason) -> Candidate:
+        """The recipe as it would be if nothing of it had ``fault``."""
+        if fault not in {*(a.fault for a in self.aside), *(p.fault for p in self.points)}:
+            return self
+        coverage = list(self.coverage)
+        for aside in self.aside:
+            if aside.fault is fault:
+                coverage[aside.family] = merged((*coverage[aside.family], *aside.ranges))
+        return replace(
+            self,
+            coverage=tuple(coverage),
+            points=tuple(replace(p, fault=None) if p.fault is fault else p for p in self.points),
+            aside=tuple(a for a in self.aside if a.fault is not fault),
+        )
 
 
 @dataclass(frozen=True)
@@ -163,21 +196,18 @@ def decide(
         reason = grid.reason(matched, top) if matched > 0 else Reason.NO_PREFIX
         return Choice(Decision(0, matched, prompt_tokens, reason))
 
-    best: tuple[int, bool, int, Point | None] = (0, False, -1, None)
-    for index, candidate in enumerate(candidates):
-        offset, point = _resumes(candidate, limit, grid)
-        if offset and (offset, point is not None) > best[:2]:
-            best = (offset, point is not None, index, point)
-    offset, _, index, point = best
-
+    offset, index, point = _best(candidates, limit, grid)
+    fault = None
     if offset >= limit:
         reason = grid.reason(matched, top)
         limits: tuple[LayerLimit, ...] = ()
     else:
-        limits = _limits(candidates, index, limit)
-        reason = limits[0].reason if limits else Reason.ROWS_MISSING
+        fault, limits = _faulted(candidates, max(offset, minimum - 1), limit, grid)
+        limits = limits or _limits(candidates, index, limit)
+        named = (layer.reason for layer in limits if layer.reason not in FAULTS)
+        reason = fault or next(named, Reason.ROWS_MISSING)
     if 0 < offset < minimum:
-        return Choice(Decision(0, matched, prompt_tokens, Reason.BELOW_MINIMUM, limits))
+        return Choice(Decision(0, matched, prompt_tokens, fault or Reason.BELOW_MINIMUM, limits))
     decision = Decision(offset, matched, prompt_tokens, reason, limits)
     return Choice(decision, index if offset else None, point)
 
@@ -235,6 +265,38 @@ def reachable(reach: Reach, coverage: Ranges, limit: int) -> int:
     return 0
 
 
+def _best(
+    candidates: Sequence[Candidate], limit: int, grid: _Grid
+) -> tuple[int, int, Point | None]:
+    """The largest legal offset, the candidate that has it, and its resume point there."""
+    best: tuple[int, bool, int, Point | None] = (0, False, -1, None)
+    for index, candidate in enumerate(candidates):
+        offset, point = _resumes(candidate, limit, grid)
+        if offset and (offset, point is not None) > best[:2]:
+            best = (offset, point is not None, index, point)
+    return best[0], *best[2:]
+
+
+def _faulted(
+    candidates: Sequence[Candidate], offset: int, limit: int, grid: _Grid
+) -> tuple[Reason | None, tuple[LayerLimit, ...]]:
+    """The fault without which more than ``offset`` could be resumed, and the limits it set."""
+    for fault, mended in _mended(candidates):
+        more, index, _ = _best(mended, limit, grid)
+        if more > offset:
+            return fault, _limits_of(candidates[index], limit)
+    return None, ()
+
+
+def _mended(candidates: Sequence[Candidate]) -> Iterator[tuple[Reason, Sequence[Candidate]]]:
+    """The candidates with ever less wrong with them, by the fault that is gone last."""
+    mended = candidates
+    for fault in FAULTS:
+        before, mended = mended, [c.without(fault) for c in mended]
+        if any(new is not old for new, old in zip(mended, before, strict=True)):
+            yield fault, mended
+
+
 def _resumes(candidate: Candidate, limit: int, grid: _Grid) -> tuple[int, Point | None]:
     """The largest legal offset of one recipe, and the resume point there if it needs one."""
     point = _last_point(candidate, limit, grid)
@@ -248,7 +310,7 @@ def _last_point(candidate: Candidate, limit: int, grid: _Grid) -> Point | None:
     floor = candidate.floor
     for point in reversed(candidate.points):
         fits = floor <= point.offset <= limit and grid.below(point.offset) == point.offset
-        if fits and point.usable and _whole(candidate, point):
+        if fits and point.fault is None and _whole(candidate, point):
             return point
     return None
 
@@ -291,13 +353,20 @@ def _limits_of(candidate: Candidate, limit: int) -> tuple[LayerLimit, ...]:
         if limit < group.floor:
             out.append(LayerLimit(group.layers, group.kind, 0, Reason.BELOW_FLOOR))
             continue
-        rows = reachable(group.reach, _coverage(candidate, group), limit)
-        if group.reach.stateful:
-            at = max(
-                (p.offset for p in candidate.points if p.offset <= limit and p.usable), default=0
-            )
-            if at < limit:
-                out.append(LayerLimit(group.layers, group.kind, at, Reason.NO_STATE_AT_OFFSET))
-        elif rows < limit:
-            out.append(LayerLimit(group.layers, group.kind, rows, Reason.ROWS_MISSING))
+        at = _alone(candidate, group, limit)
+        if at < limit:
+            reason = Reason.NO_STATE_AT_OFFSET if group.reach.stateful else Reason.ROWS_MISSING
+            for fault, (mended,) in _mended([candidate]):
+                if _alone(mended, group, limit) > at:
+                    reason = fault
+                    break
+            out.append(LayerLimit(group.layers, group.kind, at, reason))
     return tuple(sorted(out, key=lambda x: x.offset))
+
+
+def _alone(candidate: Candidate, group: Group, limit: int) -> int:
+    """How far this group could have resumed if it were the only one."""
+    if group.reach.stateful:
+        points = (p.offset for p in candidate.points if p.offset <= limit and p.fault is None)
+        return max(points, default=0)
+    return reachable(group.reach, _coverage(candidate, group), limit)

@@ -23,6 +23,8 @@ class Quarantine:
     def __init__(self, env: Environment) -> None:
         self._env = env
         self._found: frozenset[int] = frozenset()
+        self.newer: frozenset[int] = frozenset()
+        """Chunk ids of these that are not damaged, but of a newer format."""
 
     def ids(self) -> frozenset[int]:
         """Chunk ids that must not be used."""
@@ -32,6 +34,8 @@ class Quarantine:
     def add(self, broken: BrokenChunk) -> None:
         """Stop using a frame. Damage is noted in the store where that can be written."""
         self._found |= {broken.chunk}
+        if broken.newer:
+            self.newer |= {broken.chunk}
         if broken.newer or self._env.read_only:
             return
         log.warning("kvkeep: chunk %d is damaged and put aside: %s", broken.chunk, broken)
@@ -40,4 +44,4 @@ class Quarantine:
 
     def clear(self) -> None:
         """Forget what this process found, after a repair."""
-        self._found = frozenset()
+        self._found = self.newer = frozenset()

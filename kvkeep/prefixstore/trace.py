@@ -14,7 +14,7 @@ from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore.policy import Decision, LayerLimit, weigh
 from kvkeep.prefixstore.records import Node, unpack
 from kvkeep.prefixstore.tokens import Tokens, insides
-from kvkeep.prefixstore.trie import Facts, Path, children, facts_of
+from kvkeep.prefixstore.trie import Facts, Path, children
 
 CONTINUES = 64
 """Token ids shown of a stored continuation."""
@@ -83,11 +83,11 @@ def trace(
     tokens: Tokens,
     decision: Decision,
     path: Path,
+    facts: Facts,
     step: int,
     quarantined: Container[int],
 ) -> Trace:
-    """The trace of a ``decision`` that was made for ``tokens`` on ``path``."""
-    facts = facts_of(txn, path, quarantined)
+    """The trace of a ``decision`` that was made for ``tokens`` on ``path``, from ``facts``."""
     steps = tuple(
         Step(
             node.id,

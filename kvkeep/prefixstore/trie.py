@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvkeep.errors import CorruptFrame, NewerFormat
 from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore import layout
-from kvkeep.prefixstore.policy import Candidate, Group, Point
+from kvkeep.prefixstore.policy import Aside, Candidate, Group, Point, Reason
 from kvkeep.prefixstore.ranges import Ranges, merged
 from kvkeep.prefixstore.recipe import Recipe
 from kvkeep.prefixstore.records import Node, PointRecord, unpack
@@ -44,12 +44,16 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """What a path stores for one recipe: chunks and resume points, cut at ``matched``."""
+    """What a path stores for one recipe: chunks and resume points, cut at ``matched``.
+
+    ``aside`` are the chunks that are quarantined.
+    """
 
     recipe_id: bytes
     recipe: Recipe
     chunks: Mapping[int, list[Rows]]  # by family
     points: tuple[PointRecord, ...]
+    aside: Mapping[int, list[Rows]] = field(default_factory=dict)  # by family
 
     def coverage(self, family: int) -> Ranges:
         """The positions of ``family`` whose rows are stored."""
@@ -120,17 +124,18 @@ def _recipe(data: bytes, recipe_id: bytes) -> Recipe | None:
 
 
 def held_on(txn: Transaction, path: Path, quarantined: Container[int]) -> list[Held]:
-    """What ``path`` stores for every recipe on it, without quarantined records."""
+    """What ``path`` stores for every recipe on it, quarantined chunks apart from the others."""
     chunks: dict[bytes, dict[int, list[Rows]]] = {}
+    aside: dict[bytes, dict[int, list[Rows]]] = {}
     points: dict[bytes, list[PointRecord]] = {}
     for node in path.nodes:
         for recipe_id in node.recipes:
             chunks.setdefault(recipe_id, {})
         refs = node.refs[node.refs["start"] < path.matched]
         for index, family, start, stop, chunk, size, check in refs.tolist():
-            if chunk not in quarantined:
-                mine = chunks[node.recipes[index]].setdefault(family, [])
-                mine.append(Rows(start, min(stop, path.matched), chunk, size, check))
+            of = aside if chunk in quarantined else chunks
+            mine = of.setdefault(node.recipes[index], {}).setdefault(family, [])
+            mine.append(Rows(start, min(stop, path.matched), chunk, size, check))
         for point in node.points:
             if point.offset <= path.matched:
                 points.setdefault(node.recipes[point.recipe], []).append(point)
@@ -144,26 +149,41 @@ def held_on(txn: Transaction, path: Path, quarantined: Container[int]) -> list[H
                 for point in points.get(recipe_id, ())
                 if all(family < families for family, _ in point.needs)
             )
-            out.append(Held(recipe_id, recipe, chunks.get(recipe_id, {}), found))
+            out.append(Held(recipe_id, recipe, chunks[recipe_id], found, aside.get(recipe_id, {})))
     return out
 
 
-def facts_of(txn: Transaction, path: Path, quarantined: Container[int]) -> Facts:
-    """The policy's view of ``path``."""
+def facts_of(
+    txn: Transaction, path: Path, quarantined: Container[int], newer: Container[int] = ()
+) -> Facts:
+    """The policy's view of ``path``; of the quarantined, ``newer`` are not damaged."""
     facts = Facts(path.matched)
+
+    def fault(chunk: int) -> Reason | None:
+        if chunk not in quarantined:
+            return None
+        return Reason.NEWER_FORMAT if chunk in newer else Reason.CORRUPT
+
     for held in held_on(txn, path, quarantined):
+        families = range(len(held.recipe.families))
         facts.held.append(held)
         facts.candidates.append(
             Candidate(
                 groups=_groups(held.recipe),
-                coverage=tuple(held.coverage(f) for f in range(len(held.recipe.families))),
+                coverage=tuple(held.coverage(f) for f in families),
                 points=tuple(
                     Point(
                         p.offset,
                         tuple((f, tuple(tuple(r) for r in ranges)) for f, ranges in p.needs),  # type: ignore[misc]
-                        usable=p.state not in quarantined,
+                        fault(p.state),
                     )
                     for p in held.points
+                ),
+                aside=tuple(
+                    Aside(cause, family, ((rows.start, rows.stop),))
+                    for family in families
+                    for rows in held.aside.get(family, ())
+                    if (cause := fault(rows.chunk)) is not None
                 ),
             )
         )

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.codecs.base import Reach, merged
-from kvkeep.prefixstore.policy import Candidate, Group, Point, Reason, decide
+from kvkeep.prefixstore.policy import (
+    FAULTS,
+    Aside,
+    Candidate,
+    Group,
+    LayerLimit,
+    Point,
+    Reason,
+    decide,
+)
 
 FULL = Reach()
 RING = Reach(window=8, keep=2)
@@ -20,8 +29,11 @@ def positions(ranges):
     return {i for start, stop in ranges for i in range(start, stop)}
 
 
-def oracle(prompt, matched, candidates, step, forbidden):
-    """Try every offset, from the top, against every position that each layer reads."""
+def oracle(prompt, matched, candidates, step, forbidden, mended=()):
+    """Try every offset, from the top, against every position that each layer reads.
+
+    What has a fault among ``mended`` counts as whole.
+    """
     for p in range(min(matched, prompt - 1) // step * step, 0, -step):
         if p in positions(forbidden):
             continue
@@ -29,8 +41,10 @@ def oracle(prompt, matched, candidates, step, forbidden):
             if p < max((g.floor for g in candidate.groups), default=0):
                 continue
             stored = [positions(ranges) for ranges in candidate.coverage]
+            for fault, family, ranges in candidate.aside:
+                stored[family] |= positions(ranges) if fault in mended else set()
             for point in candidate.points:
-                if point.offset == p and point.usable:
+                if point.offset == p and point.fault in (None, *mended):
                     needs = [(f, positions(ranges)) for f, ranges in point.needs]
                     if all(wanted <= stored[f] for f, wanted in needs):
                         return p
@@ -54,6 +68,9 @@ ranges = st.lists(
 ).map(merged)
 
 
+faults = st.sampled_from([None, None, *FAULTS])
+
+
 @st.composite
 def recipes(draw):
     reaches = draw(st.lists(st.sampled_from([FULL, RING, Reach(window=5), STATE]), min_size=1))
@@ -70,8 +87,10 @@ def recipes(draw):
         needs = tuple(
             (f, draw(st.one_of(ranges, st.just(((0, offset),))))) for f in range(len(coverage))
         )
-        points.append(Point(offset, needs, usable=draw(st.booleans())))
-    return Candidate(tuple(groups), tuple(coverage), tuple(points))
+        points.append(Point(offset, needs, draw(faults)))
+    asides = st.builds(Aside, st.sampled_from(FAULTS), st.integers(0, len(coverage) - 1), ranges)
+    aside = draw(st.lists(asides, max_size=2)) if coverage else []
+    return Candidate(tuple(groups), tuple(coverage), tuple(points), tuple(aside))
 
 
 @settings(max_examples=600, deadline=None)
@@ -81,9 +100,10 @@ def recipes(draw):
     st.lists(recipes(), max_size=3),
     st.sampled_from([1, 1, 4]),
     ranges,
+    st.sampled_from([1, 1, 12]),
 )
 def test_the_policy_answers_what_trying_every_offset_answers(
-    prompt, data, candidates, step, forbidden
+    prompt, data, candidates, step, forbidden, minimum
 ):
     matched = data.draw(st.integers(0, prompt))
     if step > 1:  # points are stored only between whole steps
@@ -91,8 +111,17 @@ def test_the_policy_answers_what_trying_every_offset_answers(
             replace(c, points=tuple(p for p in c.points if p.offset % step == 0))
             for c in candidates
         ]
-    choice = decide(prompt, matched, candidates, 1, step, forbidden)
-    assert choice.decision.offset == oracle(prompt, matched, candidates, step, forbidden)
+    choice = decide(prompt, matched, candidates, minimum, step, forbidden)
+    best, corrupt, either = (
+        p if p >= minimum else 0
+        for p in (
+            oracle(prompt, matched, candidates, step, forbidden, mended)
+            for mended in ((), FAULTS[:1], FAULTS)
+        )
+    )
+    assert choice.decision.offset == best
+    assert (choice.decision.reason is Reason.CORRUPT) == (corrupt > best)
+    assert (choice.decision.reason is Reason.NEWER_FORMAT) == (either > corrupt == best)
     assert choice.decision.offset <= max(0, min(matched, prompt - 1))
     assert (choice.candidate is None) == (choice.decision.offset == 0)
     if choice.point is not None:
@@ -136,6 +165,50 @@ def test_state_resumes_only_at_its_points_and_names_the_layers():
     assert decision.reason is Reason.NO_STATE_AT_OFFSET
     (limit,) = decision.limits
     assert (limit.layers, limit.kind, limit.offset) == (("0", "2"), "arrays", 30)
+
+
+def put_aside(fault, start, stop, end=90):
+    """Rows of all of ``[0, end)``, of which some are put aside."""
+    coverage = tuple(r for r in ((0, start), (stop, end)) if r[0] < r[1])
+    group = Group(("0",), "kv", FULL, 0, 0)
+    return Candidate((group,), (coverage,), (), (Aside(fault, 0, ((start, stop),)),))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_rows_that_are_put_aside_name_the_fault_and_not_that_they_are_missing(fault):
+    decision = decide(100, 80, [put_aside(fault, 30, 40)]).decision
+    assert (decision.offset, decision.reason) == (30, fault)
+    assert decision.limits == (LayerLimit(("0",), "kv", 30, fault),)
+    assert decide(100, 30, [put_aside(fault, 30, 40)]).decision.reason is Reason.FULL
+    assert decide(100, 80, [put_aside(fault, 30, 40), plain(90)]).decision.reason is Reason.FULL
+
+
+def test_a_fault_that_keeps_nothing_from_being_resumed_is_not_the_reason():
+    missing = Candidate(
+        (Group(("0",), "kv", FULL, 0, 0), Group(("1",), "kv", FULL, 0, 1)),
+        (((0, 30),), ((0, 30), (40, 90))),
+        (),
+        (Aside(Reason.CORRUPT, 1, ((30, 40),)),),
+    )
+    decision = decide(100, 80, [missing]).decision
+    assert (decision.offset, decision.reason) == (30, Reason.ROWS_MISSING)
+    assert [limit.reason for limit in decision.limits] == [Reason.ROWS_MISSING, Reason.CORRUPT]
+
+
+def test_a_state_that_is_put_aside_names_the_fault():
+    points = (Point(20), Point(40, fault=Reason.CORRUPT))
+    candidate = Candidate((Group(("0",), "arrays", STATE),), (), points)
+    decision = decide(100, 80, [candidate]).decision
+    assert (decision.offset, decision.reason) == (20, Reason.CORRUPT)
+    assert [(limit.offset, limit.reason) for limit in decision.limits] == [(20, Reason.CORRUPT)]
+    assert decide(100, 39, [candidate]).decision.reason is Reason.NO_STATE_AT_OFFSET
+
+
+def test_what_damage_made_too_short_to_be_worth_it_is_damaged():
+    decision = decide(100, 80, [put_aside(Reason.CORRUPT, 5, 8)], minimum=10).decision
+    assert (decision.offset, decision.reason) == (0, Reason.CORRUPT)
+    decision = decide(100, 7, [put_aside(Reason.CORRUPT, 5, 8)], minimum=10).decision
+    assert (decision.offset, decision.reason) == (0, Reason.BELOW_MINIMUM)
 
 
 def test_a_longer_recipe_that_cannot_be_cut_never_shadows_a_shorter_one():

@@ -54,6 +54,27 @@ def test_a_trace_shows_the_walk_the_recipe_and_what_is_near(tmp_path: Path) -> N
     assert (limit.kind, limit.reason) == ("arrays", Reason.NO_STATE_AT_OFFSET)
 
 
+def test_damage_that_an_earlier_lookup_found_is_named_with_its_remedy(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store:
+        space = space_of(store, "plain")
+        keep(space, "plain", tokens_of(0, 40))
+        keep(space, "plain", tokens_of(0, 100))
+        store.flush()
+        with store.env.begin(write=True) as txn:
+            *_, last = txn.keys("chunks")
+            txn.put("chunks", last, b"no frame")
+        hits = [space.resume(asked_at(90), request=f"{turn} turn") for turn in range(3)]
+        assert [(h.offset, h.decision.reason) for h in hits] == [(40, Reason.CORRUPT)] * 3
+        found = space.trace(asked_at(90))
+        (recipe,) = found.recipes
+        assert [limit.reason for limit in recipe.limits] == [Reason.CORRUPT]
+        assert store.report().quarantined == 1
+    said = why(tmp_path / "s", "2 turn")
+    assert "nothing beyond 40 that can be used" in said
+    assert "stored bytes are damaged" in said
+    assert "kvkeep verify --repair" in said
+
+
 @pytest.mark.parametrize("kind", ["plain", "window", "recurrent"])
 def test_a_trace_decides_as_the_lookup_does(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(3)
