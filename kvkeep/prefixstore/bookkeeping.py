@@ -31,9 +31,8 @@ def check(txn: Transaction, found: Found, *, whole: bool) -> None:
 
     Not ``whole``: some nodes cannot be read. Then only what belongs to the others is compared.
     """
-    states: dict[int, tuple[int, int]] = {}
     spent: Counter[bytes] = Counter()
-    nodes = 0
+    nodes = states = state_bytes = 0
     for key, length, node in _nodes(txn):
         nodes += 1
         spent[tenants.tenant_of(txn, key[:16])] += layout.footprint(length)
@@ -42,31 +41,25 @@ def check(txn: Transaction, found: Found, *, whole: bool) -> None:
         _check_mark(txn, node, found)
         owned = sum(layout.footprint(frame.size) for frame in node.frames())
         spent[tenants.tenant_of(txn, key[:16])] += owned
-        states |= {p.state: (node.id, layout.footprint(p.size)) for p in node.points if p.state}
-    for chunk, (owner, _) in states.items():
-        mark = _state(txn, chunk)
-        if mark is None or mark.node != owner:
-            found(f"state {chunk}", "it has no place in the order of thinning")
-        elif txn.get("fading", layout.rank_key(mark.score, mark.offset, chunk)) is None:
-            found(f"state {chunk}", "its two records disagree")
+        for point in node.points:
+            if point.state:
+                states += 1
+                state_bytes += layout.footprint(point.size)
+                _check_state(txn, point.state, node, found)
     if whole:
         _check_counts(txn, found, nodes, states, spent)
+        if state_bytes != counter(txn, "state_bytes"):
+            noted = counter(txn, "state_bytes")
+            found("meta", f"counted {state_bytes:,} bytes of states, {noted:,} noted")
 
 
 def _check_counts(
-    txn: Transaction,
-    found: Found,
-    nodes: int,
-    states: dict[int, tuple[int, int]],
-    spent: Counter[bytes],
+    txn: Transaction, found: Found, nodes: int, states: int, spent: Counter[bytes]
 ) -> None:
     counts = {name: txn.count(name) for name in DERIVED}
-    for name, due in zip(DERIVED, (nodes, nodes, nodes, len(states), len(states)), strict=True):
+    for name, due in zip(DERIVED, (nodes, nodes, nodes, states, states), strict=True):
         if counts[name] != due:
             found(name, f"{counts[name]:,} records where {due:,} are due")
-    total = sum(size for _, size in states.values())
-    if total != counter(txn, "state_bytes"):
-        found("meta", f"counted {total:,} bytes of states, {counter(txn, 'state_bytes'):,} noted")
     for tenant in {bytes(k) for k in txn.keys("tenants")} | set(spent):
         noted = tenants.read_tenant(txn, tenant).used
         if noted != spent[tenant]:
@@ -162,6 +155,14 @@ def _check_mark(txn: Transaction, node: Node, found: Found) -> None:
     aged = txn.get("ages", layout.age_key(mark, node.id))
     if ranked is None or aged is None or not bytes(ranked) == bytes(aged) == node.key:
         found(f"use of node {node.id}", "its records disagree")
+
+
+def _check_state(txn: Transaction, chunk: int, owner: Node, found: Found) -> None:
+    mark = _state(txn, chunk)
+    if mark is None or mark.node != owner.id:
+        found(f"state {chunk}", "it has no place in the order of thinning")
+    elif txn.get("fading", layout.rank_key(mark.score, mark.offset, chunk)) is None:
+        found(f"state {chunk}", "its two records disagree")
 
 
 def _nodes(txn: Transaction) -> Iterator[tuple[bytes, int, Node | None]]:

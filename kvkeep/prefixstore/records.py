@@ -258,7 +258,9 @@ def _is_point(point: Any, recipes: int) -> bool:
             if not type(start) is type(stop) is int or not 0 <= start < stop:
                 return False
     # A created time that is no number would end every listing.
-    return 0 <= recipe < recipes and min(offset, state, size) >= 0 and 0 <= created < math.inf
+    return (
+        0 <= recipe < recipes and min(offset, state, size, check) >= 0 and 0 <= created < math.inf
+    )
 
 
 def check_of(frame: Any) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from kvkeep.errors import CorruptFrame, NewerFormat
 from kvkeep.persistence.environment import Environment, Transaction
@@ -13,8 +16,9 @@ from kvkeep.persistence.opening import DATA_FILE
 from kvkeep.prefixstore import bookkeeping, layout
 from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.ledger import counter, highest_id
+from kvkeep.prefixstore.owned import Owned, where
 from kvkeep.prefixstore.recipe import recipe_id
-from kvkeep.prefixstore.records import Node, Stored, check_of, unpack
+from kvkeep.prefixstore.records import Node, check_of, unpack
 from kvkeep.prefixstore.trie import load_recipe
 
 Progress = Callable[[int, int], None]
@@ -71,8 +75,8 @@ def verify(env: Environment, progress: Progress | None = None) -> Audit:
     if audit.problems:
         return audit
     with env.begin() as txn:
-        owners = _check_nodes(audit, txn)
-        _check_chunks(audit, txn, owners, progress)
+        owned = _check_nodes(audit, txn)
+        _check_chunks(audit, txn, owned, progress)
         bookkeeping.check(
             txn,
             lambda where, detail: audit.found("count", where, detail),
@@ -81,22 +85,24 @@ def verify(env: Environment, progress: Progress | None = None) -> Audit:
         _check_spaces(audit, txn)
         if counter(txn, "next_id") < highest_id(txn):
             audit.found("count", "meta", "the next id is taken")
-        used, recorded = bytes_in_use(txn, whole=True), counter(txn, "used")
+        used, recorded = bytes_in_use(txn, owned, whole=True), counter(txn, "used")
         if used != recorded and not audit.unread:
             audit.found("count", "meta", f"counted {used:,} bytes, recorded {recorded:,}")
     return audit
 
 
-def bytes_in_use(txn: Transaction, *, whole: bool) -> int:
-    """What the counter of used bytes should say.
+def bytes_in_use(txn: Transaction, owned: Owned, *, whole: bool) -> int:
+    """What the counter of used bytes should say, where nodes that can be read own what ``owned``
+    says.
 
     Not ``whole``: there are nodes that cannot be read, which own what nobody else does.
     """
     used = sum(layout.footprint(len(data)) for _, data in txn.items("nodes"))
-    frames = {frame for _, node in readable(txn) for frame in node.frames()}
-    used += sum(layout.footprint(frame.size) for frame in frames)
+    frames = owned.frames()
+    ids, first = np.unique(frames["id"], return_index=True)
+    used += sum(layout.footprint(int(size)) for size in frames["size"][first])
     if not whole:
-        known = {frame.id for frame in frames} | _pending(txn)
+        known = {*ids.tolist(), *_pending(txn)}
         for key, data in txn.items("chunks"):
             if layout.from_u64(key) not in known and txn.get("quarantine", key) is None:
                 used += layout.footprint(len(data))
@@ -129,81 +135,81 @@ def recipe_fault(txn: Transaction, recipe: bytes) -> str:
     return "" if recipe_id(data) == recipe else "it does not match its id"
 
 
-def _check_nodes(audit: Audit, txn: Transaction) -> dict[int, tuple[str, Stored]]:
-    """The frames that nodes refer to, by id, with the positions that they are for."""
-    owners: dict[int, tuple[str, Stored]] = {}
-    ids, parents = {layout.ROOT}, []
+def _check_nodes(audit: Audit, txn: Transaction) -> Owned:
+    """What the nodes own that can be read."""
+    owned = Owned()
     recipes = set(txn.keys("recipes"))
     for key, data in txn.items("nodes"):
-        where = f"node {key[16:].hex()}"
         try:
             node = unpack(key, data)
         except CorruptFrame as error:
             audit.unread += 1
-            audit.found("damaged", where, error.problem)
+            audit.found("damaged", where(key[16:]), error.problem)
             continue
         except NewerFormat as error:
             audit.unread += 1
-            audit.found("newer", where, error.problem, damage=False)
+            audit.found("newer", where(key[16:]), error.problem, damage=False)
             continue
         audit.nodes += 1
         audit.points += len(node.points)
-        ids.add(node.id)
-        parents.append((where, layout.from_u64(key[16:24])))
+        owned.add(node)
         recipes.update(node.recipes)
         if fault := fault_of(node):
-            audit.found("damaged", where, fault)
-        for frame in node.frames():
-            if frame.id in owners:
-                audit.found("chunk owned twice", where, f"also by {owners[frame.id][0]}")
-            owners[frame.id] = f"tokens {node.start:,}-{node.stop:,} of node {node.id}", frame
+            audit.found("damaged", where(key[16:]), fault)
     if not audit.newer_nodes:
-        for where, parent in parents:
-            if parent not in ids:
-                audit.found("unreachable", where, "its parent is not stored")
+        for number in owned.orphans():
+            audit.found("unreachable", owned.where(number), "its parent is not stored")
     for recipe in sorted(recipes):
-        where = f"recipe {recipe.hex()}"
+        name = f"recipe {recipe.hex()}"
         if fault := recipe_fault(txn, recipe):
-            audit.found("damaged", where, fault)
+            audit.found("damaged", name, fault)
         elif load_recipe(txn, recipe) is None:
-            audit.found("newer", where, "it cannot be read by this version", damage=False)
-    return owners
+            audit.found("newer", name, "it cannot be read by this version", damage=False)
+    return owned
 
 
-def _check_chunks(
-    audit: Audit,
-    txn: Transaction,
-    owners: dict[int, tuple[str, Stored]],
-    progress: Progress | None,
-) -> None:
+def _check_chunks(audit: Audit, txn: Transaction, owned: Owned, progress: Progress | None) -> None:
     total, pending = counter(txn, "used"), _pending(txn)
+    frames = owned.frames()
+    for again in np.flatnonzero(frames["id"][1:] == frames["id"][:-1]):
+        first, second = frames["node"][again : again + 2].tolist()
+        audit.found("chunk owned twice", owned.where(second), f"also by {owned.run(first)}")
+
+    def missing(frame: Any) -> None:
+        audit.found("missing", f"chunk {frame['id']}", f"{owned.run(frame['node'])} refers to it")
+
+    at = 0
     for key, data in txn.items("chunks"):
         chunk = layout.from_u64(key)
-        where = f"chunk {chunk}"
+        name, owner, due = f"chunk {chunk}", "nobody", None
+        while at < len(frames) and frames[at]["id"] < chunk:
+            missing(frames[at])
+            at += 1
+        while at < len(frames) and frames[at]["id"] == chunk:
+            *_, due, number = frames[at].item()
+            owner, at = owned.run(number), at + 1
         audit.chunks += 1
         audit.bytes += len(data)
         if progress is not None:
             progress(audit.bytes, max(total, audit.bytes))
-        owner, due = owners.get(chunk, ("nobody", None))
         try:
             _check_frame(data, due)
             if txn.get("quarantine", key) is not None:
                 raise CorruptFrame("It was put aside")
         except NewerFormat as error:
-            audit.found("newer", where, error.problem, damage=False)
+            audit.found("newer", name, error.problem, damage=False)
         except CorruptFrame as error:
-            audit.found("damaged", where, f"{error.problem} ({owner})")
+            audit.found("damaged", name, f"{error.problem} ({owner})")
         else:
             if due is None and chunk not in pending and not audit.newer_nodes:
-                audit.found("orphan", where, "no node refers to it", damage=False)
-    for chunk, (owner, _) in owners.items():
-        if txn.get("chunks", layout.u64(chunk)) is None:
-            audit.found("missing", f"chunk {chunk}", f"{owner} refers to it")
+                audit.found("orphan", name, "no node refers to it", damage=False)
+    for frame in frames[at:]:
+        missing(frame)
 
 
-def _check_frame(data: memoryview, due: Stored | None) -> None:
+def _check_frame(data: memoryview, check: int | None) -> None:
     frame = Frame.open(data)
-    if due is not None and check_of(data) != due.check:
+    if check is not None and check_of(data) != check:
         raise CorruptFrame("Another frame lies in its place")
     for name in frame.specs:
         frame.read(name)
