@@ -21,8 +21,8 @@ from kvkeep.persistence.tensors import TensorSpec
 from kvkeep.prefixstore.copying import RowDraft, copy_rows
 from kvkeep.prefixstore.publish import Snapshot
 from kvkeep.prefixstore.ranges import (
+    Range,
     Ranges,
-    clip,
     covers,
     intersect,
     merged,
@@ -53,16 +53,15 @@ class Prepared:
         state = self.state.nbytes if self.state is not None else 0
         return sum(row.draft.nbytes for row in self.rows) + state
 
-    def coverage(self, recipe: bytes, tokens: Tokens) -> dict[int, Ranges]:
-        """The rows that this will have stored on the path of ``tokens``, by family."""
+    def coverage(self, recipe: bytes, shared: int) -> dict[int, Ranges]:
+        """The rows that this will have stored of the first ``shared`` tokens, by family."""
         if self.snapshot.recipe.id != recipe:
             return {}
-        shared = common_prefix(self.snapshot.tokens, tokens)
-        out: dict[int, Ranges] = {}
+        out: dict[int, list[Range]] = {}
         for row in self.rows:
-            here = clip(((row.start, row.stop),), 0, shared)
-            out[row.family] = merged((*out.get(row.family, ()), *here))
-        return out
+            if row.start < shared:
+                out.setdefault(row.family, []).append((row.start, min(row.stop, shared)))
+        return {family: merged(ranges) for family, ranges in out.items()}
 
 
 def prepare(
@@ -96,8 +95,9 @@ def prepare(
             known = {family: held.coverage(family) for family in held.chunks}
     matched = path.matched
     for other in queued:
-        matched = max(matched, common_prefix(other.snapshot.tokens, tokens))
-        for family, ranges in other.coverage(live.recipe.id, tokens).items():
+        shared = common_prefix(other.snapshot.tokens, tokens)
+        matched = max(matched, shared)
+        for family, ranges in other.coverage(live.recipe.id, shared).items():
             known[family] = merged((*known.get(family, ()), *ranges))
 
     missing = [

@@ -34,12 +34,15 @@ def as_tokens(tokens: Any) -> Tokens:
 
 
 def common_prefix(left: Tokens, right: NDArray[Any]) -> int:
-    """How many leading ids are equal."""
+    """How many leading ids are equal. Reads not much more than these."""
     length = min(len(left), len(right))
-    if length == 0 or left[0] != right[0]:
-        return 0
-    equal = left[:length] == right[:length]
-    return length if equal.all() else int(equal.argmin())
+    start, stop = 0, 1
+    while start < length:
+        equal = left[start:stop] == right[start:stop]
+        if not equal.all():
+            return start + int(equal.argmin())
+        start, stop = stop, min(length, stop * 4 + 256)
+    return length
 
 
 def insides(tokens: Tokens) -> tuple[tuple[int, int], ...]:
