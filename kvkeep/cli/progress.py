@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -84,9 +85,13 @@ class Bar(Progress):
         speed = done / spent if spent > 0 else 0.0
         left = spent if part == 1.0 else (total - done) / speed if speed else 0.0
         tail = f"{int(100 * part):>3} %  {self._rate(speed)}  {clock(left)}"
-        width = max(COLUMNS - len(self._label) - len(tail) - 4, 5)
+        # A line that wraps cannot be redrawn in place.
+        columns = min(shutil.get_terminal_size().columns - 1, COLUMNS)
+        width = columns - len(self._label) - len(tail) - 4
+        if width < 5:
+            return f"{self._label}  {tail}"[:columns].ljust(columns)
         bar = self._full * int(width * part)
-        return f"{self._label}  {bar.ljust(width, self._rest)}  {tail}".ljust(COLUMNS)
+        return f"{self._label}  {bar.ljust(width, self._rest)}  {tail}"
 
 
 def progress(label: str, rate: Rate, stream: TextIO | None = None) -> Progress:

@@ -53,6 +53,16 @@ def test_a_bar_redraws_in_place_ten_times_a_second_and_at_the_end() -> None:
     assert "─" not in lines[-1]
 
 
+@pytest.mark.parametrize("columns", [1, 20, 40, 200])
+def test_a_bar_never_wraps(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = Terminal()
+    Bar("Reading 41,208 tokens", rate, out, Clock())(1, 2)
+    line = out.getvalue().removeprefix("\r")
+    assert len(line) == min(columns - 1, 79)
+    assert ("Reading" in line) == (columns > 7)
+
+
 def test_a_bar_ends_its_line_when_the_work_fails() -> None:
     out = Terminal()
     bar = Bar("x", rate, out, Clock())
