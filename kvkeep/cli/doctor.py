@@ -18,7 +18,7 @@ from kvkeep.cli import options
 from kvkeep.cli.mounts import NETWORK, filesystem
 from kvkeep.cli.output import emit
 from kvkeep.cli.tables import columns
-from kvkeep.errors import StoreUnusable
+from kvkeep.errors import Damaged, StoreUnusable
 from kvkeep.prefixstore.sizes import format_size
 
 PACKAGES = (
@@ -49,8 +49,8 @@ class Problem:
 def command(ctx: click.Context, store: Path, as_json: bool) -> None:
     """Check this machine and the folder of the store.
 
-    Shows versions, the device and the disk. Reads only; creates nothing. Exits with 6 when
-    the store could not be used here.
+    Shows versions, the device and the disk, and opens the store that is there; `kvkeep verify`
+    reads all of it. Creates nothing. Exits with 6 when the store could not be used here.
 
     \b
     Example:
@@ -66,6 +66,8 @@ def command(ctx: click.Context, store: Path, as_json: bool) -> None:
         for name, version in packages.items()
         if version is None
     ]
+    if not any(p.fatal for p in problems):
+        problems += _opened(store)
     data: dict[str, Any] = {
         "kvkeep": __version__,
         "python": platform.python_version(),
@@ -105,7 +107,7 @@ def _folder(store: Path) -> tuple[dict[str, Any], list[Problem]]:
     base = next(p for p in (store.absolute(), *store.absolute().parents) if p.exists())
     free = shutil.disk_usage(base).free
     kind = filesystem(base)
-    writable = os.access(base, os.W_OK | os.X_OK)
+    writable = os.access(base, os.R_OK | os.W_OK | os.X_OK)
     mode = stat.S_IMODE(store.stat().st_mode) if exists else None
     problems = []
     if not writable:
@@ -126,6 +128,19 @@ def _folder(store: Path) -> tuple[dict[str, Any], list[Problem]]:
         "free_bytes": free,
     }
     return facts, problems
+
+
+def _opened(store: Path) -> list[Problem]:
+    """What keeps the store, where one is, from being read."""
+    from kvkeep.prefixstore.store import open_store
+
+    if not store.is_dir() or not any(store.iterdir()):
+        return []  # a place for a new one
+    try:
+        open_store(store, read_only=True).close()
+    except (StoreUnusable, Damaged) as error:
+        return [Problem(error.problem, error.remedy, fatal=True)]
+    return []
 
 
 def _text(data: dict[str, Any], problems: list[Problem]) -> str:

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvkeep.cli import doctor, main
+from kvkeep.prefixstore.store import open_store
 
 
 def test_a_sound_machine_has_no_problem(tmp_path: Path) -> None:
@@ -43,6 +44,25 @@ def test_a_folder_that_others_may_read_is_named_with_its_remedy(tmp_path: Path) 
     result = CliRunner().invoke(main, ["doctor", "--store", str(tmp_path)])
     assert result.exit_code == 0
     assert f"problem: others may read {tmp_path} (mode 0755)\n  chmod 700" in result.stdout
+
+
+def test_a_folder_that_no_command_could_use_is_fatal(tmp_path: Path) -> None:
+    open_store(tmp_path / "damaged").close()
+    with (tmp_path / "damaged" / "data.mdb").open("r+b") as file:
+        file.write(b"\xff" * 64)
+    (tmp_path / "other").mkdir(mode=0o700)
+    (tmp_path / "other" / "notes.txt").touch()
+    for name, said, code in (
+        ("damaged", "no meta page", 4),
+        ("other", "holds other files", 6),
+    ):
+        store = str(tmp_path / name)
+        result = CliRunner().invoke(main, ["doctor", "--store", store, "--json"])
+        assert result.exit_code == 6, result.output
+        (problem,) = json.loads(result.stdout)["problems"]
+        assert said in problem["what"]
+        assert problem["remedy"]
+        assert CliRunner().invoke(main, ["ls", "--store", store]).exit_code == code
 
 
 def test_a_network_disk_and_a_missing_package_are_fatal(
