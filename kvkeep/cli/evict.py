@@ -10,7 +10,8 @@ import click
 from kvkeep.cli import options, units
 from kvkeep.cli.lookup import find_space
 from kvkeep.cli.output import emit
-from kvkeep.cli.units import count
+from kvkeep.cli.stores import open_existing
+from kvkeep.cli.units import counted
 from kvkeep.prefixstore.sizes import format_size
 
 
@@ -50,16 +51,14 @@ def command(
       kvkeep evict --older-than 7d --space 4f2a
       kvkeep evict --policy probation
     """
-    from kvkeep.prefixstore.store import open_store
-
     if to is None and older_than is None and space is None and policy is None:
         raise click.UsageError("Say what goes: --to, --older-than or --space.")
-    with open_store(store, eviction=policy) as opened:
+    with open_existing(store, read_only=False, eviction=policy) as opened:
         only = find_space(opened, space).id if space is not None else None
         gone = opened.evict(to=to, older_than=older_than, space=only, pinned=pinned)
         used, in_force = opened.used_bytes, opened.eviction
     text = (
-        f"Dropped {format_size(gone.bytes)}: {count(gone.tokens)} tokens in "
-        f"{count(gone.nodes)} nodes; {format_size(used)} kept"
+        f"Dropped {format_size(gone.bytes)}: {counted(gone.tokens, 'token')} in "
+        f"{counted(gone.nodes, 'node')}; {format_size(used)} kept"
     )
     emit(as_json, {**asdict(gone), "used_bytes": used, "policy": in_force}, text)

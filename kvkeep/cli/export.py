@@ -10,6 +10,7 @@ from kvkeep.cli import files, options
 from kvkeep.cli.lookup import find_conversation, find_space
 from kvkeep.cli.output import emit
 from kvkeep.cli.reasons import in_words
+from kvkeep.cli.stores import open_existing
 from kvkeep.cli.units import count
 from kvkeep.errors import EXIT_MISS
 from kvkeep.prefixstore.sizes import format_size
@@ -42,10 +43,8 @@ def command(
       kvkeep export 1c context.safetensors
       kvkeep export 1c context.safetensors --at 4096
     """
-    from kvkeep.prefixstore.store import open_store
-
     files.check_target(file, force=force)
-    with open_store(store, read_only=True) as opened:
+    with open_existing(store) as opened:
         found = find_conversation(opened, conversation)
         info = find_space(opened, found.space)
         tokens = opened.conversation_tokens(found.id)[:at]

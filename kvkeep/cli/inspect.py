@@ -11,8 +11,9 @@ import click
 from kvkeep.cli import options
 from kvkeep.cli.lookup import find_conversation
 from kvkeep.cli.output import emit
+from kvkeep.cli.stores import open_existing
 from kvkeep.cli.tables import table
-from kvkeep.cli.units import count
+from kvkeep.cli.units import count, counted
 from kvkeep.prefixstore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -34,9 +35,7 @@ def command(conversation: str, with_tokens: bool, store: Path, as_json: bool) ->
       kvkeep inspect 1c
       kvkeep inspect 1c --tokens --json
     """
-    from kvkeep.prefixstore.store import open_store
-
-    with open_store(store, read_only=True) as opened:
+    with open_existing(store) as opened:
         found = find_conversation(opened, conversation)
         tokens = opened.conversation_tokens(found.id)
         path = opened.inspect(found.space, tokens)
@@ -65,8 +64,8 @@ def _data(path: PathInfo) -> dict[str, Any]:
 
 def _text(found: Conversation, path: PathInfo) -> str:
     lines = [
-        f"Conversation {found.id} of space {found.space[:6]}…: {count(path.tokens)} tokens in "
-        f"{count(path.nodes)} nodes"
+        f"Conversation {found.id} of space {found.space[:6]}…: {counted(path.tokens, 'token')} in "
+        f"{counted(path.nodes, 'node')}"
     ]
     if path.rows:
         rows = [

@@ -13,6 +13,7 @@ import click
 from kvkeep.cli import options
 from kvkeep.cli.lookup import find_space
 from kvkeep.cli.output import emit
+from kvkeep.cli.stores import open_existing
 from kvkeep.cli.tables import shortened, table
 from kvkeep.cli.units import age, count
 from kvkeep.prefixstore.sizes import format_size
@@ -46,9 +47,7 @@ def command(space: str | None, limit: int, store: Path, as_json: bool) -> None:
       kvkeep ls
       kvkeep ls 4f2a --limit 100
     """
-    from kvkeep.prefixstore.store import open_store
-
-    with open_store(store, read_only=True) as opened:
+    with open_existing(store) as opened:
         spaces = [find_space(opened, space)] if space is not None else opened.spaces()
         shown = {info.id for info in spaces}
         found = [x for x in opened.conversations() if x.space in shown]

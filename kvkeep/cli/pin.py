@@ -11,6 +11,7 @@ import click
 from kvkeep.cli import options, units
 from kvkeep.cli.lookup import find_conversation
 from kvkeep.cli.output import emit
+from kvkeep.cli.stores import open_existing
 from kvkeep.cli.units import count
 from kvkeep.prefixstore.sizes import format_size
 
@@ -37,9 +38,7 @@ def command(conversation: str, seconds: float | None, store: Path, as_json: bool
       kvkeep pin 1c
       kvkeep pin 1c --for 7d
     """
-    from kvkeep.prefixstore.store import open_store
-
-    with open_store(store) as opened:
+    with open_existing(store, read_only=False) as opened:
         found = find_conversation(opened, conversation)
         pin = opened.pin(found.id, seconds)
     until = f" for {units.duration(pin.until - time.time())}" if pin.until is not None else ""

@@ -11,7 +11,8 @@ import click
 from kvkeep.cli import options
 from kvkeep.cli.lookup import find_conversation, find_space
 from kvkeep.cli.output import emit
-from kvkeep.cli.units import count
+from kvkeep.cli.stores import open_existing
+from kvkeep.cli.units import counted
 from kvkeep.prefixstore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -48,11 +49,10 @@ def command(
       kvkeep purge --conversation 1f --yes --compact
     """
     from kvkeep.persistence.compact import compact as rewrite
-    from kvkeep.prefixstore.store import open_store
 
     if [space, salt, conversation].count(None) != 2:
         raise click.UsageError("Say what goes: one of --space, --salt and --conversation.")
-    with open_store(store) as opened:
+    with open_existing(store, read_only=False) as opened:
         what, named = _named(opened, space, salt, conversation)
         if not yes:
             click.confirm(f"Remove {what} for good?", abort=True, err=True)
@@ -79,8 +79,9 @@ def _named(
 
 def _text(gone: Purged, sizes: tuple[int, int] | None) -> str:
     text = (
-        f"Removed {format_size(gone.bytes)}: {count(gone.tokens)} tokens in {count(gone.nodes)} "
-        f"nodes of {count(gone.spaces)} spaces, {count(gone.events)} events; "
+        f"Removed {format_size(gone.bytes)}: {counted(gone.tokens, 'token')} in "
+        f"{counted(gone.nodes, 'node')} of {counted(gone.spaces, 'space')}, "
+        f"{counted(gone.events, 'event')}; "
         f"{format_size(gone.wiped)} of the file overwritten"
     )
     if sizes is not None:

@@ -11,6 +11,7 @@ import click
 from kvkeep.cli import options, report_data, report_text, units
 from kvkeep.cli.lookup import find_report_space
 from kvkeep.cli.output import emit
+from kvkeep.cli.stores import open_existing
 from kvkeep.prefixstore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -80,13 +81,11 @@ def command(
       kvkeep report --space 4f2a --json
       kvkeep report --since 7d --html report.html
     """
-    from kvkeep.prefixstore.store import open_store
-
     if as_csv + as_json + prometheus + (html_file is not None) > 1:
         raise click.UsageError("Choose one of --json, --csv, --prometheus and --html.")
     if prometheus and since is not None:
         raise click.UsageError("--prometheus counts from the beginning; leave --since out.")
-    with open_store(store, read_only=True) as opened:
+    with open_existing(store) as opened:
         start = 0.0 if since is None else time.time() - since
         named = chosen_space(opened, space, salt)
         if prometheus:

@@ -17,6 +17,7 @@ from kvkeep.cli.progress import progress
 from kvkeep.cli.prompts import Source
 from kvkeep.cli.reasons import as_json as decision_json
 from kvkeep.cli.reasons import in_words
+from kvkeep.cli.stores import is_there
 from kvkeep.cli.units import count, duration
 from kvkeep.errors import EXIT_MISS
 from kvkeep.prefixstore.sizes import format_size
@@ -93,6 +94,7 @@ def command(
         raise click.UsageError("--cold resumes nothing that could be written to a file.")
     if output is not None:
         files.check_target(output, force=force)
+    known = is_there(store)
     with open_store(store) as opened:
         loaded = choice.load()
         tokens = source.tokens(loaded.tokenizer)
@@ -118,6 +120,8 @@ def command(
             )
         if missed:
             lines.append(other_spaces(opened.spaces(), space, hit.decision))
+            if not known:
+                lines.append(f"No store was in {store}; an empty one was made there.")
     if as_json or not generate:
         data = _data(space, cold, hit.decision, restored, answer) | {"bytes_written": written}
         emit(as_json, data, "\n".join(lines))

@@ -17,6 +17,7 @@ import click
 from kvkeep.cli import options, top_screen
 from kvkeep.cli.output import emit
 from kvkeep.cli.report import chosen_space
+from kvkeep.cli.stores import open_existing
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.store import Store
@@ -54,9 +55,7 @@ def command(
       kvkeep top
       kvkeep top --once --json
     """
-    from kvkeep.prefixstore.store import open_store
-
-    with open_store(store, read_only=True) as opened:
+    with open_existing(store) as opened:
         named = chosen_space(opened, space, salt)
         watch = Watch(opened, str(store), salt, named)
         if as_json or once or not (sys.stdout.isatty() and sys.stdin.isatty()):

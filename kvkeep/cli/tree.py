@@ -13,8 +13,9 @@ from kvkeep.cli.lookup import find_space
 from kvkeep.cli.models import Choice
 from kvkeep.cli.output import emit
 from kvkeep.cli.parting import Decode, reader, shown_text
+from kvkeep.cli.stores import open_existing
 from kvkeep.cli.tables import shortened
-from kvkeep.cli.units import count
+from kvkeep.cli.units import count, counted
 from kvkeep.prefixstore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -64,11 +65,10 @@ def command(
       kvkeep tree --model MODEL
     """
     from kvkeep.prefixstore.identity import salt_digest
-    from kvkeep.prefixstore.store import open_store
 
     if choice is not None and space is not None:
         raise click.UsageError("Choose one of SPACE and --model.")
-    with open_store(store, read_only=True) as opened:
+    with open_existing(store) as opened:
         decode: Decode | None = None
         if choice is not None:
             loaded = choice.load(weights=False)
@@ -120,7 +120,7 @@ def _data(info: SpaceInfo, branches: Sequence[Branch], decode: Decode | None) ->
 def _text(info: SpaceInfo, branches: Sequence[Branch], decode: Decode | None, limit: int) -> str:
     head = (
         f"{info.id[:6]}… {shortened(info.label)}  {','.join(info.kinds)}  "
-        f"{count(info.conversations)} conversations  {format_size(info.bytes)}"
+        f"{counted(info.conversations, 'conversation')}  {format_size(info.bytes)}"
     )
     lines = [style.bold(_fit(head))]
     drawn = _drawing(branches)

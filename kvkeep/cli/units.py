@@ -51,6 +51,11 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def counted(number: int, what: str) -> str:
+    """An exact number of things: ``1 node``, ``9,311 chunks``."""
+    return f"{count(number)} {what}{'' if number == 1 else 's'}"
+
+
 def magnitude(number: float) -> str:
     """Large totals in three digits: ``1,204`` below ten thousand, then ``31.4 M``."""
     if abs(number) < 10_000:

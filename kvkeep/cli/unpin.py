@@ -10,6 +10,7 @@ import click
 from kvkeep.cli import options
 from kvkeep.cli.lookup import find_pin
 from kvkeep.cli.output import emit
+from kvkeep.cli.stores import open_existing
 from kvkeep.cli.units import count
 
 
@@ -25,9 +26,7 @@ def command(pin: str, store: Path, as_json: bool) -> None:
     Example:
       kvkeep unpin 1c
     """
-    from kvkeep.prefixstore.store import open_store
-
-    with open_store(store) as opened:
+    with open_existing(store, read_only=False) as opened:
         found = find_pin(opened, pin)
         opened.unpin(found.id)
     emit(as_json, asdict(found), f"Unpinned {count(found.tokens)} tokens")

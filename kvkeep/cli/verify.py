@@ -12,7 +12,8 @@ import click
 from kvkeep.cli import options
 from kvkeep.cli.output import emit
 from kvkeep.cli.progress import progress
-from kvkeep.cli.units import count
+from kvkeep.cli.stores import open_existing
+from kvkeep.cli.units import count, counted
 from kvkeep.errors import Damaged
 from kvkeep.prefixstore.sizes import format_size
 
@@ -38,9 +39,7 @@ def command(ctx: click.Context, repair: bool, yes: bool, store: Path, as_json: b
       kvkeep verify
       kvkeep verify --repair
     """
-    from kvkeep.prefixstore.store import open_store
-
-    with open_store(store, read_only=not repair) as opened:
+    with open_existing(store, read_only=not repair) as opened:
         with progress("Verifying", lambda rate: f"{format_size(rate)}/s") as bar:
             audit = opened.verify(bar)
         wanted = repair and bool(audit.problems)
@@ -71,8 +70,8 @@ def _summary(audit: Audit) -> str:
 
 def _text(audit: Audit, repaired: bool) -> str:
     lines = [
-        f"{count(audit.nodes)} nodes, {count(audit.chunks)} chunks, "
-        f"{count(audit.points)} resume points, {format_size(audit.bytes)}"
+        f"{counted(audit.nodes, 'node')}, {counted(audit.chunks, 'chunk')}, "
+        f"{counted(audit.points, 'resume point')}, {format_size(audit.bytes)}"
     ]
     lines += [f"{p.what}: {p.where}: {p.detail}" for p in audit.problems[:SHOWN]]
     if len(audit.problems) > SHOWN:

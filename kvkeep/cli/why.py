@@ -16,6 +16,7 @@ from kvkeep.cli.neighbours import other_spaces
 from kvkeep.cli.output import emit
 from kvkeep.cli.parting import Decode, as_numbers, parting, reader
 from kvkeep.cli.prompts import Source
+from kvkeep.cli.stores import open_existing
 from kvkeep.errors import EXIT_MISS
 from kvkeep.prefixstore.sizes import format_size
 
@@ -56,13 +57,11 @@ def command(
       kvkeep why --model MODEL --prompt-file question.md
       kvkeep why 3f2a91 --model MODEL
     """
-    from kvkeep.prefixstore.store import open_store
-
     if (request is None) == (source is None):
         raise click.UsageError("Name a prompt, with --model, or the id of a REQUEST.")
     if source is not None and choice is None:
         raise click.UsageError("Missing option '--model'.")
-    with open_store(store, read_only=True) as opened:
+    with open_existing(store) as opened:
         if request is not None:
             said, more = _request(opened, request, choice, salt), ""
         else:

@@ -47,6 +47,34 @@ def test_ls_lists_spaces_and_conversations(filled, ask: Ask, run: Run) -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ls"],
+        ["tree"],
+        ["report"],
+        ["top", "--once"],
+        ["verify"],
+        ["verify", "--repair"],
+        ["why", "1"],
+        ["inspect", "1"],
+        ["export", "1", "x.safetensors"],
+        ["pin", "1"],
+        ["unpin", "1"],
+        ["evict", "--to", "0"],
+        ["purge", "--conversation", "1", "--yes"],
+    ],
+    ids=" ".join,
+)
+def test_a_mistyped_folder_is_an_error_and_no_new_store(words: list[str], store: Path) -> None:
+    for folder in (store, store.parent):
+        result = CliRunner().invoke(main, [*words, "--store", str(folder)])
+        assert result.exit_code == 6, result.output
+        assert f"error: {folder} holds no store\n  Name the folder of a store" in result.stderr
+        assert result.stdout == ""
+        assert list(store.parent.iterdir()) == []
+
+
 def test_an_empty_store_says_what_to_do(store: Path, run: Run) -> None:
     open_store(store).close()
     assert "kvkeep snapshot" in run("ls").stdout
