@@ -35,6 +35,7 @@ class Explained:
     helps: str
     near: Sequence[Near] = ()
     steps: Sequence[Step] = ()
+    blocked: str | None = None
     recipes: Sequence[RecipeTrace] = ()
     event: Event | None = None
     notes: list[str] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Explained:
                 }
                 for step in self.steps
             ],
+            "blocked": self.blocked,
             "recipes": [
                 {
                     "kinds": list(recipe.kinds),
@@ -90,7 +92,7 @@ class Explained:
             rows += self.parting.lines()
         rows.append(("resumed", f"{count(decision.offset)} of {total} tokens"))
         rows += _named("  because", in_words(decision))
-        rows += _named("walk", [_walk(self.steps)] if self.steps else [])
+        rows += _named("walk", _walk(self.steps, self.blocked))
         rows += _named("recipes", [_recipe(r) for r in self.recipes if len(self.recipes) > 1])
         rows += _named("near", [_near(self.near)] if self.near else [])
         rows += _named("would help", [self.helps] if self.helps else [])
@@ -111,7 +113,20 @@ def _about(event: Event) -> list[tuple[str, str]]:
     return rows
 
 
-def _walk(steps: Sequence[Step]) -> str:
+def _walk(steps: Sequence[Step], blocked: str | None) -> list[str]:
+    said = [_edges(steps, blocked is not None)] if steps else []
+    return said + ([_BLOCKED[blocked]] if blocked else [])
+
+
+_BLOCKED = {
+    "corrupt": "the next record is damaged: nothing behind it can be read, and nothing is stored "
+    "behind it, until `kvkeep verify --repair` has removed it",
+    "newer_format": "the next record is of a newer kvkeep: nothing behind it can be read by this "
+    "one, and this one stores nothing behind it",
+}
+
+
+def _edges(steps: Sequence[Step], blocked: bool) -> str:
     shown = [
         f"{count(s.start)}–{count(s.start + s.shared)}"
         + (f" of an edge to {count(s.stop)}" if s.start + s.shared < s.stop else "")
@@ -120,7 +135,7 @@ def _walk(steps: Sequence[Step]) -> str:
     more = len(steps) - EDGES
     before = f"{count(more)} edge{'s' * (more > 1)}, then " if more > 0 else ""
     last = steps[-1]
-    if last.start + last.shared < last.stop:
+    if blocked or last.start + last.shared < last.stop:
         end = ""
     elif last.branches:
         end = f"; {count(last.branches)} stored branches go on there, none of them like this prompt"

@@ -81,4 +81,6 @@ def _text(audit: Audit, repaired: bool) -> str:
         lines.append("Removed; what is left can be used.")
     elif audit.problems:
         lines.append("Reads stop before it; `kvkeep verify --repair` removes it.")
+        if any(p.what == "damaged" and p.where.startswith("node ") for p in audit.problems):
+            lines.append("Until then nothing is stored behind a damaged node.")
     return "\n".join(lines)

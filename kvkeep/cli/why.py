@@ -90,6 +90,7 @@ def _prompt(opened: Store, choice: Choice, source: Source) -> tuple[Explained, s
         helps=_helps(opened, decision, found.near, parts is not None, _floor(found.recipes)),
         near=found.near,
         steps=found.steps,
+        blocked=found.blocked,
         recipes=found.recipes,
     )
     if decision.offset:

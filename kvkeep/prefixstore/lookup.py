@@ -102,9 +102,8 @@ class Lookup:
         facts = facts_of(txn, path, self.quarantine.ids(), self.quarantine.newer)
         inside = insides(tokens)
         choice = decide(len(tokens), path.matched, facts.candidates, minimum, self.step, inside)
-        if path.broken is not None:
-            reason = Reason.NEWER_FORMAT if path.newer else Reason.CORRUPT
-            choice = replace(choice, decision=_ended(choice.decision, reason))
+        if path.fault is not None:
+            choice = replace(choice, decision=_ended(choice.decision, path.fault))
         else:
             choice = replace(
                 choice, decision=_regretted(txn, self.identity.id, choice.decision, tokens, path)

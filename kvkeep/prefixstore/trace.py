@@ -11,7 +11,7 @@ from itertools import islice
 
 from kvkeep.errors import CorruptFrame, NewerFormat
 from kvkeep.persistence.environment import Transaction
-from kvkeep.prefixstore.policy import Decision, LayerLimit, weigh
+from kvkeep.prefixstore.policy import Decision, LayerLimit, Reason, weigh
 from kvkeep.prefixstore.records import Node, unpack
 from kvkeep.prefixstore.tokens import Tokens, insides
 from kvkeep.prefixstore.trie import Facts, Path, children
@@ -67,7 +67,8 @@ class Trace:
     """A decision with everything that led to it.
 
     ``continues`` are stored tokens behind the place where the prompt parts, one run for each
-    branch that goes on there. ``near`` are the resume points around ``matched``.
+    branch that goes on there. ``near`` are the resume points around ``matched``. ``blocked`` says
+    why the record that the walk came to last cannot be read, ``None`` where all can.
     """
 
     decision: Decision
@@ -75,6 +76,7 @@ class Trace:
     recipes: tuple[RecipeTrace, ...]
     near: tuple[Near, ...]
     continues: tuple[tuple[int, ...], ...]
+    blocked: Reason | None
 
 
 def trace(
@@ -104,6 +106,7 @@ def trace(
         tuple(_recipes(facts, tokens, decision, step)),
         tuple(near_points(path, decision.matched, quarantined)),
         tuple(continuations(txn, space, path)),
+        path.fault,
     )
 
 

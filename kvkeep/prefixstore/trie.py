@@ -31,6 +31,13 @@ class Path:
     newer: bool = False
     expired: bool = False
 
+    @property
+    def fault(self) -> Reason | None:
+        """Why the record where the walk had to stop could not be read."""
+        if self.broken is None:
+            return None
+        return Reason.NEWER_FORMAT if self.newer else Reason.CORRUPT
+
 
 class Rows(NamedTuple):
     """A row chunk on a path: its positions, its id, and its frame's bytes and checksum."""

@@ -353,7 +353,10 @@ def test_a_node_of_a_newer_format_keeps_all_that_it_may_own(filled):
             {"plain": 8, "recurrent": 0}[shape],
             Reason.NEWER_FORMAT,
         )
-        assert not space.snapshot(FIRST, make(shape, FIRST)).stored
+        receipt = space.snapshot(FIRST, make(shape, FIRST))
+        assert not receipt.stored
+        assert "of a newer kvkeep" in receipt.reason
+        assert space.trace([*FIRST, 1]).blocked is Reason.NEWER_FORMAT
         assert not store.verify().damaged
         store.repair()
         after = content(store)
@@ -378,10 +381,17 @@ def test_a_damaged_node_ends_the_path_and_is_repaired(filled, place):
         assert hit.decision.matched == first.stop == 8
         check_hit(shape, FIRST, hit, reached, Reason.CORRUPT)
         check_hit(shape, SECOND, space.resume([*SECOND, 1]), 40, Reason.FULL)
-        receipt = space.snapshot(FIRST, make(shape, FIRST))
-        assert not receipt.stored
-        assert "damaged" in receipt.reason
+        assert space.trace([*FIRST, 1]).blocked is Reason.CORRUPT
+        assert space.trace([*SECOND, 1]).blocked is None
         store.flush()
+        whole = content(store, {"events"})
+        for origin in ("prompt", "interval", "output"):
+            receipt = space.snapshot(FIRST, make(shape, FIRST), origin)
+            assert not receipt.stored
+            assert "damaged" in receipt.reason
+            assert "`kvkeep verify --repair`" in receipt.reason
+        store.flush()
+        assert content(store, {"events", "meta"}) == {k: whole[k] for k in whole if k != "meta"}
         before = content(store)
         found = [p for p in store.verify().problems if p.damage]
         assert content(store) == before

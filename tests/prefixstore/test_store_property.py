@@ -144,12 +144,12 @@ class World:
             seen["refused"] += 1
             return
         receipt = space.snapshot(covered, caches)
-        assert receipt.tokens_new + receipt.tokens_known == len(covered)
         if not self.evicted:
             assert not wait or receipt.stored, receipt
         elif not receipt.stored:
             seen["not stored"] += 1
             return
+        assert receipt.tokens_new + receipt.tokens_known == len(covered)
         assert all(np.array_equal(a, b) for a, b in zip(before, bits(caches), strict=True))
         held = frozenset(i for i in held_by(caches) if i < len(covered))
         oracle.taken.append(Taken(covered, prefill, quantized, held, covered == tokens))

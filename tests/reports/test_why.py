@@ -10,8 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from kvkeep.cli import main
+from kvkeep.cli.explained import Explained
 from kvkeep.cli.helps import would_help
 from kvkeep.cli.parting import quoted
+from kvkeep.errors import Damaged
 from kvkeep.prefixstore.past import NoSuchRequest
 from kvkeep.prefixstore.policy import Reason
 from kvkeep.prefixstore.trace import Near
@@ -73,6 +75,31 @@ def test_damage_that_an_earlier_lookup_found_is_named_with_its_remedy(tmp_path: 
     assert "nothing beyond 40 that can be used" in said
     assert "stored bytes are damaged" in said
     assert "kvkeep verify --repair" in said
+
+
+def test_a_damaged_node_is_said_to_block_with_what_mends_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store:
+        space = space_of(store, "plain")
+        for length in (40, 100):
+            keep(space, "plain", tokens_of(0, length))
+        store.flush()
+        sound = space.trace(asked_at(90))
+        with store.env.begin(write=True) as txn:
+            *_, last = txn.keys("nodes")
+            txn.put("nodes", last, bytes(txn.get("nodes", last))[:-1])
+        found = space.trace(asked_at(90))
+    assert (sound.blocked, found.blocked) == (None, Reason.CORRUPT)
+    assert (found.decision.offset, found.decision.reason) == (40, Reason.CORRUPT)
+    said = Explained("", found.decision, None, "", steps=found.steps, blocked=found.blocked)
+    assert said.as_json()["blocked"] == "corrupt"
+    text = " ".join(said.text().split())
+    assert "the next record is damaged" in text
+    assert "nothing is stored behind it, until `kvkeep verify --repair` has removed it" in text
+    assert "none of them like this prompt" not in text
+    checked = CliRunner().invoke(main, ["verify", "--store", str(tmp_path / "s")])
+    assert checked.exit_code == Damaged.exit_code
+    assert "`kvkeep verify --repair` removes it" in checked.stdout
+    assert "nothing is stored behind a damaged node" in checked.stdout
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "recurrent"])
