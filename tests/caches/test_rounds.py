@@ -2,77 +2,45 @@
 
 from __future__ import annotations
 
-import copy
 from importlib import import_module
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx import nn
-from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
-    BatchRotatingKVCache,
     CacheList,
-    ChunkedKVCache,
-    ConcatenateKVCache,
     KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
     make_prompt_cache,
 )
 
 import kvkeep
-from kvkeep.caches.chunked_quant import ChunkedQuantizedKVCache
-from kvkeep.caches.delayed import DelayedKVCache
-from kvkeep.caches.paged import PagedKVCache
-from kvkeep.caches.quantized import DenseQuantizedKVCache
-from kvkeep.caches.rotating_quant import RotatingQuantizedKVCache
-from kvkeep.caches.rounds import METHODS, OPEN, Rounds
-from kvkeep.caches.turboquant import TurboQuantKVCache
-from kvkeep.errors import BadRound, UncommittedRound
+from kvkeep.caches.rounds import OPEN, Rounds
+from kvkeep.errors import UncommittedRound
+from tests.caches.round_runs import (
+    PROMPT,
+    PROMPTS,
+    WINDOW,
+    WINDOWS,
+    assert_same,
+    batched,
+    bits,
+    held,
+    primed,
+    recurrent,
+    run,
+)
 from tests.conformance import models
 
-PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5)
-WINDOW = (7, 8, 2, 9, 4)
 GATED_DELTA = ("qwen3_next", "qwen3_5", "olmo_hybrid")
 
 
 @pytest.fixture(scope="module")
 def model():
     return models.build("qwen3_next")
-
-
-def bits(array):
-    return np.array(array.view(mx.uint8))
-
-
-def run(model, caches, *rows):
-    logits = model(mx.array(rows), cache=caches)
-    mx.eval(logits, [cache.state for cache in caches])
-    return logits
-
-
-def primed(model, tokens=PROMPT):
-    caches = make_prompt_cache(model)
-    run(model, caches, tokens)
-    return caches
-
-
-def held(cache):
-    """What the cache holds, as bits: recurrent slots, or rows up to the offset."""
-    if isinstance(cache, ArraysCache):
-        return [bits(slot) for slot in cache.cache]
-    keys, values = cache.keys_and_values()
-    return [bits(x) for _, x in tree_flatten([keys, values])]
-
-
-def assert_same(found, expected):
-    assert len(found) == len(expected) > 0
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 class Stop(Exception):
@@ -237,10 +205,6 @@ def test_commit_keeps_the_window_and_costs_no_copy(model):
         assert_same(held(a), held(b))
 
 
-def recurrent(caches):
-    return [cache for cache in caches if isinstance(cache, ArraysCache)]
-
-
 def test_the_first_window_of_an_empty_cache_can_be_taken_back(model):
     caches, fresh = make_prompt_cache(model), make_prompt_cache(model)
     with Rounds(model, caches) as rounds:
@@ -258,16 +222,6 @@ def test_the_first_window_of_an_empty_cache_can_be_taken_back(model):
             assert_same(held(a), [x[:, :, :2] for x in held(b)])
             compared += 1
     assert compared
-
-
-def batched(model, *prompts):
-    """The caches of a batch, row by row from prompts of different lengths."""
-    singles = [primed(model, prompt) for prompt in prompts]
-    return [type(caches[0]).merge(caches) for caches in zip(*singles, strict=True)]
-
-
-PROMPTS = (PROMPT, PROMPT[:4], (8, 8, 1, 2, 3, 4))
-WINDOWS = ((7, 8, 2, 9), (1, 2, 3, 4), (9, 9, 1, 1))
 
 
 @pytest.mark.parametrize("keeps", [(1, 4, 2), (0, 3, 3), (4, 0, 4), (2, 2, 2)])
@@ -369,274 +323,3 @@ def test_a_snapshot_in_a_round_is_refused(model, tmp_path):
         assert space.snapshot((*PROMPT, *WINDOW[:2]), single).tokens_new == len(PROMPT) + 2
         assert space.snapshot((*PROMPTS[2], *WINDOWS[2][:1]), batch, row=2).tokens_new == 7
         assert not any(hasattr(cache, OPEN) for cache in (*single, *batch))
-
-
-def parameters(model):
-    return [(name, id(array)) for name, array in tree_flatten(model.parameters())]
-
-
-def shadows(model):
-    return [sorted(vars(module)) for module in model.modules()]
-
-
-def test_the_model_is_as_it_was(model):
-    before, own = parameters(model), shadows(model)
-    caches, others = primed(model), primed(model)
-    with Rounds(model, caches) as rounds, Rounds(model, others) as more:
-        rounds.begin()
-        assert shadows(model) != own
-        assert parameters(model) == before
-        more.begin()
-        run(model, caches, WINDOW)
-        run(model, others, WINDOW[:2])
-        rounds.rollback(1)
-        # The other round is still recorded.
-        run(model, others, WINDOW[2:])
-        more.rollback(4)
-        assert shadows(model) == own
-    assert parameters(model) == before
-
-
-def test_forwards_with_other_caches_are_not_part_of_the_round(model):
-    caches, alone, others, plain = (primed(model) for _ in range(4))
-    for used, between in ((caches, True), (alone, False)):
-        with Rounds(model, used) as rounds:
-            rounds.begin()
-            run(model, used, WINDOW[:2])
-            if between:
-                run(model, others, WINDOW)
-            run(model, used, WINDOW[2:])
-            rounds.rollback(3)
-    run(model, plain, WINDOW)
-    for a, b in zip((*caches, *others), (*alone, *plain), strict=True):
-        assert_same(held(a), held(b))
-
-
-@pytest.mark.parametrize("layer", range(4))
-@pytest.mark.parametrize("forwards", [0, 1])
-def test_an_error_in_a_forward_leaves_model_and_caches_as_they_were(
-    model, monkeypatch, layer, forwards
-):
-    caches = primed(model)
-    expected, own = [held(cache) for cache in caches], shadows(model)
-    kind, reached = type(model.layers[layer].mlp), []
-    run_mlp = kind.__call__
-
-    def fail(mlp, x):
-        if mlp is model.layers[layer].mlp:
-            reached.append(layer)
-            raise Stop
-        return run_mlp(mlp, x)
-
-    with Rounds(model, caches) as rounds:
-        rounds.begin()
-        for _ in range(forwards):
-            run(model, caches, WINDOW)
-        monkeypatch.setattr(kind, "__call__", fail)
-        with pytest.raises(Stop):
-            run(model, caches, WINDOW)
-    assert reached == [layer]
-    assert shadows(model) == own
-    for cache, before in zip(caches, expected, strict=True):
-        assert_same(held(cache), before)
-        assert not hasattr(cache, OPEN)
-
-
-@pytest.mark.parametrize("end", ["commit", 0, 3])
-def test_an_error_inside_a_layer_leaves_it_where_it_stood(model, monkeypatch, end):
-    caches, plain = primed(model), primed(model)
-
-    def fail(*_, **__):
-        raise Stop
-
-    for used in (caches, plain):
-        rounds = Rounds(model, used)
-        rounds.begin()
-        run(model, used, WINDOW)
-        if used is caches:
-            # The convolution's rows are moved on before the recurrence runs.
-            with monkeypatch.context() as patch:
-                patch.setattr("mlx_lm.models.qwen3_next.gated_delta_update", fail)
-                with pytest.raises(Stop):
-                    run(model, used, PROMPT)
-        rounds.commit() if end == "commit" else rounds.rollback(end)
-    for a, b in zip(caches, plain, strict=True):
-        assert_same(held(a), held(b))
-
-
-def test_layers_that_saw_different_windows_are_refused(model, monkeypatch):
-    caches = primed(model)
-    expected = [held(cache) for cache in caches]
-    rounds = Rounds(model, caches)
-    rounds.begin()
-    with monkeypatch.context() as patch:
-        patch.setattr("mlx_lm.models.qwen3_next.Qwen3NextAttention.__call__", None)
-        with pytest.raises(TypeError):
-            run(model, caches, WINDOW)
-    for end in (rounds.commit, lambda: rounds.rollback(1)):
-        with pytest.raises(BadRound, match="windows of different lengths: layer 0 5, layer 1 0"):
-            end()
-    rounds.close()
-    for cache, before in zip(caches, expected, strict=True):
-        assert_same(held(cache), before)
-
-
-def test_misuse_is_refused_and_changes_nothing(model):
-    caches = primed(model)
-    expected = [held(cache) for cache in caches]
-    rounds = Rounds(model, caches)
-    for end in (rounds.commit, lambda: rounds.rollback(0)):
-        with pytest.raises(BadRound, match="No round is armed"):
-            end()
-    rounds.begin()
-    assert rounds.armed
-    with pytest.raises(BadRound, match="A round is open already"):
-        rounds.begin()
-    for end in (rounds.commit, lambda: rounds.rollback(0)):
-        with pytest.raises(BadRound, match="Nothing was recorded"):
-            end()
-    run(model, caches, WINDOW)
-    for keep in (-1, len(WINDOW) + 1, True, 1.0, [6], [-1], []):
-        with pytest.raises(BadRound, match=r"keep is|counts were given"):
-            rounds.rollback(keep)
-    with pytest.raises(ValueError, match="2 counts were given for 1 rows"):
-        rounds.rollback([1, 2])
-    assert rounds.armed
-    rounds.rollback([0])
-    assert not rounds.armed
-    rounds.close()
-    for cache, before in zip(caches, expected, strict=True):
-        assert_same(held(cache), before)
-
-
-def rows(start, count, batch=1):
-    x = mx.arange(start, start + count, dtype=mx.float32)[None, None, :, None]
-    keys = mx.sin(x + mx.arange(64) * 0.37 + mx.arange(batch)[:, None, None, None])
-    return mx.broadcast_to(keys, (batch, 2, count, 64)), keys[:, :1] * mx.ones((1, 2, 1, 1))
-
-
-def fed(cache, *counts, start=0, batch=1):
-    for count in counts:
-        cache.update_and_fetch(*rows(start, count, batch))
-        start += count
-    return cache
-
-
-KINDS = {
-    "kv": (KVCache, (300,)),
-    "quantized": (QuantizedKVCache, (20,)),
-    "concatenated": (ConcatenateKVCache, (20,)),
-    "chunked": (lambda: ChunkedKVCache(16), (20,)),
-    "read densely": (lambda: DenseQuantizedKVCache(bits=4, group_size=32), (20,)),
-    "quantized ring": (lambda: RotatingQuantizedKVCache(32, bits=4, group_size=32), (50, 1)),
-    "quantized chunks": (lambda: ChunkedQuantizedKVCache(16, bits=4, group_size=32), (20,)),
-    "turboquant": (TurboQuantKVCache, (20,)),
-    "paged": (lambda: PagedKVCache(8), (20,)),
-    "delayed": (lambda: DelayedKVCache(bits=4, group_size=32, start=1000), (20,)),
-    "delayed, converted": (lambda: DelayedKVCache(bits=4, group_size=32, start=5), (20, 1)),
-    "delayed ring": (
-        lambda: DelayedKVCache(bits=4, group_size=32, start=53, source=RotatingKVCache(32)),
-        (50,),
-    ),
-    "ring, not full": (lambda: RotatingKVCache(32, keep=2), (20, 1, 1)),
-    "ring that wraps in the window": (lambda: RotatingKVCache(32, keep=2), (30,)),
-    "ring after a prefill": (lambda: RotatingKVCache(32), (50,)),
-    "ring after decoding": (lambda: RotatingKVCache(32, keep=2), (50, *[1] * 9)),
-    "batch": (lambda: BatchKVCache([0, 0]), (20,)),
-    "batch of rings": (lambda: BatchRotatingKVCache(32, [0, 0]), (50, 1, 1, 1)),
-}
-
-
-@pytest.mark.parametrize("counts", [(5,), (1, 1, 1, 1, 1), (1, 4)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_keeps_the_first_of_a_window(kind, counts):
-    make, before = KINDS[kind]
-    batch = 2 if "batch" in kind else 1
-    start, window = sum(before), sum(counts)
-    for keep in range(window + 1):
-        cache, short = (fed(make(), *before, batch=batch) for _ in range(2))
-        with Rounds(nn.Module(), [cache]) as rounds:
-            rounds.begin()
-            fed(cache, *counts, start=start, batch=batch)
-            rounds.rollback(keep)
-        left = keep
-        for count in counts:
-            if left > 0:
-                fed(short, min(count, left), start=start + keep - left, batch=batch)
-            left -= count
-        for after in (0, 1, 3):
-            if after:
-                fed(cache, after, start=start + keep, batch=batch)
-                fed(short, after, start=start + keep, batch=batch)
-            assert np.array_equal(cache.offset, short.offset)
-            assert_same(held(cache), held(short))
-
-
-class Mine:
-    """A cache that takes its own rounds."""
-
-    def __init__(self):
-        self.calls = []
-
-    def begin(self):
-        self.calls.append("begin")
-
-    def commit(self):
-        self.calls.append("commit")
-
-    def rollback(self, keep):
-        self.calls.append(keep)
-
-
-def test_a_mixed_list_is_taken_layer_by_layer():
-    mine, inner, plain = Mine(), KVCache(), fed(KVCache(), 7)
-    rounds = Rounds(nn.Module(), [mine, CacheList(inner, fed(RotatingKVCache(8), 20)), plain])
-    for end in (rounds.commit, lambda: rounds.rollback(2), rounds.close):
-        rounds.begin()
-        fed(inner, 4)
-        fed(rounds._caches[1].caches[1], 4)
-        fed(plain, 4)
-        end()
-    assert mine.calls == ["begin", "commit", "begin", 2, "begin", 0]
-    assert (inner.offset, rounds._caches[1].caches[1].offset, plain.offset) == (6, 26, 13)
-
-
-@pytest.mark.parametrize("missing", METHODS)
-def test_part_of_the_three_methods_is_refused(missing):
-    own = {name: (lambda *_: None) for name in METHODS if name != missing}
-    with pytest.raises(BadRound, match=rf"^Layer 1: Half has \w+, \w+ but not {missing}"):
-        Rounds(nn.Module(), [KVCache(), type("Half", (), own)()])
-
-
-def test_what_cannot_be_set_back_is_named():
-    mamba = models.build("mamba2")
-    with pytest.raises(BadRound, match=r"^Layer 0: ArraysCache holds the state of no gated-delta"):
-        Rounds(mamba, make_prompt_cache(mamba))
-    with pytest.raises(BadRound, match=r"^Layer 0: object can be neither trimmed nor set back"):
-        Rounds(nn.Module(), [object()])
-
-
-def test_a_cache_that_was_converted_in_the_window_is_trimmed():
-    caches = [fed(KVCache(), 20)]
-    with Rounds(nn.Module(), caches) as rounds:
-        rounds.begin()
-        fed(caches[0], 5, start=20)
-        caches[0] = caches[0].to_quantized(group_size=64, bits=8)
-        rounds.rollback(2)
-    assert (type(caches[0]), caches[0].offset) == (QuantizedKVCache, 22)
-
-
-def test_a_list_of_another_form_is_refused_and_given_back(model):
-    caches = primed(model)
-    own, expected = shadows(model), [held(cache) for cache in caches]
-    rounds, kept = Rounds(model, caches), list(caches)
-    rounds.begin()
-    run(model, caches, WINDOW)
-    caches[0] = copy.copy(caches[0])
-    with pytest.raises(BadRound, match="Layer 0: ArraysCache was replaced"):
-        rounds.rollback(1)
-    with pytest.raises(BadRound, match="Layer 0: ArraysCache was replaced"):
-        rounds.close()
-    assert shadows(model) == own
-    for cache, before in zip(kept, expected, strict=True):
-        assert_same(held(cache), before)
