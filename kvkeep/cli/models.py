@@ -6,18 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.errors import KvkeepError
+from kvkeep.hooks.unloadable import unusable
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.space import Space
     from kvkeep.prefixstore.store import Store
-
-
-class ModelUnusable(KvkeepError):
-    """mlx-lm cannot load the model."""
-
-    exit_code = 5
-    remedy = "Name a folder that mlx_lm.load accepts, or a hub id that can be downloaded."
 
 
 @dataclass(frozen=True)
@@ -73,8 +66,7 @@ class Choice:
         try:
             model, tokenizer = load(self.model, adapter_path=self.adapter, lazy=not weights)[:2]
         except Exception as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelUnusable(f"{self.model} cannot be loaded: {said}") from error
+            raise unusable(self.model, error) from error
         return Loaded(model, tokenizer)
 
     def space(self, store: Store, loaded: Loaded) -> Space:

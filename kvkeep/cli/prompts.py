@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import BadTokens, KvkeepError
+from kvkeep.errors import KvkeepError
 
 
 class PromptUnreadable(KvkeepError):
@@ -32,8 +32,8 @@ class Source:
 
         Text becomes one user message where the tokenizer has a chat template, unless
         ``raw``. The model's turn follows; with ``continued`` the last message stays open
-        instead, as ``mlx_lm.cache_prompt`` leaves it. Raises ``PromptUnreadable`` or
-        ``BadTokens``.
+        instead, as ``mlx_lm.cache_prompt`` leaves it. Raises
+        ``PromptUnreadable``.
         """
         if self.tokens_file is not None:
             return parse_ids(_read(self.tokens_file), str(self.tokens_file))
@@ -52,13 +52,15 @@ def parse_ids(text: str, name: str) -> list[int]:
     >>> parse_ids("[1, 2]", "f"), parse_ids("1 2", "f")
     ([1, 2], [1, 2])
     """
+    remedy = "Write [1, 2, 3], or the numbers with spaces or line ends between them."
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else text.split()
         ids = [int(x) for x in found if not isinstance(x, bool | float)]
     except (ValueError, TypeError) as error:
-        raise BadTokens(f"{name} is neither a JSON list nor integers: {error}") from error
+        problem = f"{name} is neither a JSON list nor integers: {error}"
+        raise PromptUnreadable(problem, remedy=remedy) from error
     if len(ids) != len(found):
-        raise BadTokens(f"{name} holds values that are not integers")
+        raise PromptUnreadable(f"{name} holds values that are not integers", remedy=remedy)
     return _filled(ids)
 
 

@@ -97,6 +97,7 @@ def command(
     """
     _check(server_options, exact, generation_checkpoints)
     from kvkeep.hooks.mlx_server import PortInUse, Settings, check_version, serve, stoppable
+    from kvkeep.hooks.unloadable import ModelUnusable
     from kvkeep.prefixstore.store import open_store
 
     check_version()
@@ -105,7 +106,7 @@ def command(
     with stoppable():
         try:
             whole = serve(opened, settings, server_options)
-        except PortInUse as error:  # a model is loaded by now
+        except (PortInUse, ModelUnusable) as error:  # the server's threads run by now
             failure = Failure(error)
             failure.show()
             _leave(failure.exit_code)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class NotStored(StoreUnusable):
     """The prompt was read, but the store took none of it."""
 
+    remedy = "`kvkeep ls` shows what is kept; raise --max-bytes, or free the disk."
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -34,6 +34,7 @@ from kvkeep.hooks.batch_points import KeepingBatchGenerator
 from kvkeep.hooks.keeper import Keeper, Stopping
 from kvkeep.hooks.prompt_cache import PromptCache, Served
 from kvkeep.hooks.single_points import keeping
+from kvkeep.hooks.unloadable import ModelUnusable, unusable
 from kvkeep.prefixstore.store import Store
 
 log = logging.getLogger("kvkeep")
@@ -97,12 +98,14 @@ def serve(store: Store, settings: Settings, arguments: Sequence[str]) -> bool:
     """Run the server with its own command line ``arguments`` until it is told to stop.
 
     Answers whether all that was accepted is durable by then. Run it within ``stoppable``. Raises
-    ``UnsupportedServer``, ``PortInUse``, and ``SystemExit`` for arguments that the server refuses.
+    ``UnsupportedServer``, ``PortInUse``, ``ModelUnusable``, and ``SystemExit`` for arguments that
+    the server refuses.
     """
     import sys
 
     check_version()
     flushed: list[bool] = []
+    failed: list[ModelUnusable] = []
 
     def run(host: str, port: int, provider: Any) -> None:
         cache = _prompt_cache(store, settings, provider)
@@ -115,15 +118,19 @@ def serve(store: Store, settings: Settings, arguments: Sequence[str]) -> bool:
             finally:
                 generator.stop_and_join()
                 flushed.append(generator.flushed)
+                failed.extend(generator.unusable)
 
     given, server_run = sys.argv, server.run
     sys.argv, server.run = ["kvkeep serve", *arguments], run
     try:
         server.main()
     except KeyboardInterrupt:
-        log.warning("kvkeep: stopped before the server was up")
+        if not failed:
+            log.warning("kvkeep: stopped before the server was up")
     finally:
         sys.argv, server.run = given, server_run
+    if failed:
+        raise failed[0]
     return all(flushed)
 
 
@@ -136,6 +143,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         self.keeper = keeper
         self.settings = settings
         self.flushed = True
+        self.unusable: list[ModelUnusable] = []
         self.answering = threading.local()
         self.leaving = threading.Event()
         super().__init__(provider, cache)
@@ -174,12 +182,23 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
     def _generate(self) -> None:
         cache = self.keeper.cache
         try:
-            super()._generate()
+            if self._loaded():
+                super()._generate()
         finally:
             self.keeper.keep_batch()
             self.flushed = cache.close(self.settings.flush_seconds)
             if self._is_distributed and self._rank == 0 and not self.leaving.is_set():
                 interrupt_main()  # another rank was told to stop; this one still listens
+
+    def _loaded(self) -> bool:
+        """Load the model of the command line; without it nobody can be answered."""
+        try:
+            self.model_provider.load_default()
+        except Exception as error:
+            self.unusable.append(unusable(self.model_provider.cli_args.model, error))
+            interrupt_main()
+            return False
+        return True
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """As before; notes the answer of the lookup for the headers of this HTTP thread."""

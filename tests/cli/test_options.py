@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from kvkeep.cli import options
 from kvkeep.cli.models import Choice
 from kvkeep.cli.prompts import PromptUnreadable, Source, parse_chat, parse_ids
-from kvkeep.errors import BadTokens
 
 
 class Words:
@@ -104,7 +103,7 @@ def test_chats_and_ids_are_read_from_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[1, 2.5]", "[true]", "[[1]]", '["x"]', "[1", "1 x", "1.5"])
 def test_ids_that_are_no_integers_are_refused(text: str) -> None:
-    with pytest.raises(BadTokens):
+    with pytest.raises(PromptUnreadable, match="Write"):
         parse_ids(text, "f")
 
 

@@ -228,6 +228,16 @@ def test_a_store_of_another_format_is_explained(tmp_path: Path) -> None:
     assert "holds other files" in result.output
 
 
+@pytest.mark.parametrize("named", ["no/such/folder", "empty"])
+def test_a_model_that_cannot_be_loaded_ends_the_process(named: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    folder = str(tmp_path / named)
+    server = Server(tmp_path / "log", tmp_path / "store", "--model", folder, wait=False)
+    assert server.process.wait(60) == 5
+    assert f"error: {folder} cannot be loaded: " in server.said
+    assert "Traceback" not in server.said
+
+
 def test_what_the_server_itself_refuses_ends_the_process(
     tmp_path: Path, model: Callable[..., str]
 ) -> None:
