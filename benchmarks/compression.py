@@ -107,9 +107,9 @@ def _planes(caches: list[Any], start: int, stop: int) -> dict[str, Any]:
     import mlx.core as mx
 
     out = {}
-    for layer, cache in enumerate(caches):
-        for name, array in (("k", cache.keys), ("v", cache.values)):
-            bits = array[..., start:stop, :].view(mx.uint16)
+    for name, tensor in (("k", "keys"), ("v", "values")):
+        for layer, cache in enumerate(caches):
+            bits = getattr(cache, tensor)[..., start:stop, :].view(mx.uint16)
             out[f"{layer}/{name}"] = np.array(bits)
     return out
 

@@ -1,4 +1,4 @@
-"""How the bytes of one tensor are stored: as they are, or compressed without loss.
+"""How the bytes of a stack of tensors are stored: as they are, or compressed without loss.
 
 ``PLANES`` takes floats apart into planes, one for each byte of an element, lowest first, and
 compresses each plane that gains from it. The highest byte of keys and values holds the sign
@@ -27,11 +27,11 @@ PLANES = 2
 
 LEVEL = 1
 SMALLEST = 4096
-"""Tensors below this many bytes stay raw."""
+"""Stacks below this many bytes stay raw."""
 
 SAMPLE = 64 * 1024
 LEAST_GAIN = 1.12
-"""A tensor stays raw unless it shrinks by this factor, first its sample, then all of it."""
+"""A stack stays raw unless it shrinks by this factor, first its sample, then all of it."""
 
 LEAST_PLANE_GAIN = 1.03
 PLANE_SAMPLE = 8 * 1024
@@ -40,18 +40,18 @@ PLANE_PARAMETERS = {"strategy": 1, "window_log": 17, "hash_log": 6, "min_match":
 bytes cost more than they save. Smaller by 5 to 10 % than level 1, and twice as fast both ways."""
 
 MOST_GAIN = 1024
-"""No stored tensor may expand by more than this, which bounds what a hostile frame can claim."""
+"""No stored stack may expand by more than this, which bounds what a hostile frame can claim."""
 
 _local = threading.local()
 
 
 def encodings_of(spec: TensorSpec) -> tuple[int, ...]:
-    """The encodings that a tensor of this dtype may have."""
+    """The encodings that tensors of this dtype may have."""
     return (RAW, ZSTD, PLANES) if spec.itemsize in (2, 4) else (RAW, ZSTD)
 
 
 def encode(spec: TensorSpec, raw: Host) -> tuple[int, bytes | None]:
-    """The encoding chosen for ``raw``, the tensor's flat bytes, and the stored bytes.
+    """The encoding chosen for ``raw``, the stack's flat bytes, and the stored bytes.
 
     ``(RAW, None)`` where compression gains too little.
     """
@@ -68,28 +68,39 @@ def encode(spec: TensorSpec, raw: Host) -> tuple[int, bytes | None]:
     return encoding, stored
 
 
-def decode(spec: TensorSpec, encoding: int, stored: Host) -> Host:
-    """The tensor ``spec`` in its host dtype: a view of ``stored`` where raw, else a new array.
+class Decoded:
+    """A stack of tensors: ``parts`` in its shape, the whole in one or its planes, lowest first."""
+
+    def __init__(self, spec: TensorSpec, parts: list[Host]) -> None:
+        self._spec = spec
+        self._parts = [part.reshape(spec.shape) for part in parts]
+
+    def read(self, number: int) -> Host:
+        """That tensor in its host dtype: a view of the stored bytes where they are raw."""
+        if len(self._parts) == 1:
+            return self._parts[0][number : number + 1].reshape(self._spec.shape[1:])
+        out = np.empty(self._spec.shape[1:], self._spec.host_dtype)
+        self.copy_into(out, number, ())
+        return out
+
+    def copy_into(self, out: Host, number: int, rows: tuple[slice, ...]) -> None:
+        """Write the part ``rows`` of that tensor into ``out``, of its dtype and shape."""
+        index: tuple[Any, ...] = (number, *rows)
+        if len(self._parts) == 1:
+            out[...] = self._parts[0][index]
+        else:
+            _join([part[index] for part in self._parts], out)
+
+
+def decode(spec: TensorSpec, encoding: int, stored: Host) -> Decoded:
+    """The stack ``spec``, whose first axis counts its tensors.
 
     Raises ``CorruptFrame``, before allocating, where the stored bytes are of another size.
     """
-    if encoding == RAW:
-        return stored.view(spec.host_dtype).reshape(spec.shape)
-    if encoding == ZSTD:
-        return _expand(spec, stored, spec.nbytes).view(spec.host_dtype).reshape(spec.shape)
-    out = np.empty(spec.shape, spec.host_dtype)
-    _join([plane.reshape(spec.shape) for plane in _planes(spec, stored)], out)
-    return out
-
-
-def decode_into(
-    spec: TensorSpec, encoding: int, stored: Host, rows: tuple[slice, ...], out: Host
-) -> None:
-    """Write the part ``rows`` of the tensor into ``out``, which has its dtype and shape."""
     if encoding == PLANES:
-        _join([plane.reshape(spec.shape)[rows] for plane in _planes(spec, stored)], out)
-    else:
-        out[...] = decode(spec, encoding, stored)[rows]
+        return Decoded(spec, _planes(spec, stored))
+    plain = stored if encoding == RAW else _expand(spec, stored, spec.nbytes)
+    return Decoded(spec, [plain.view(spec.host_dtype)])
 
 
 def _compress(spec: TensorSpec, encoding: int, raw: Host) -> bytes:
@@ -125,7 +136,7 @@ def _middle(data: Host, size: int) -> Host:
 
 
 def _planes(spec: TensorSpec, stored: Host) -> list[Host]:
-    """The planes of a tensor, lowest first; views of ``stored`` where they are raw."""
+    """The planes of a stack, lowest first; views of ``stored`` where they are raw."""
     table = struct.Struct(f"<{spec.itemsize}I")
     length = spec.nbytes // spec.itemsize
     if len(stored) < table.size:

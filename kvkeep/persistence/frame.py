@@ -3,11 +3,12 @@
 ::
 
     fixed header   HEAD, 32 bytes
-    header         msgpack: [[[name, dtype, shape, encoding, offset, size], …], extra]
+    header         msgpack: [[[[name, …], dtype, shape, encoding, offset, size], …], extra]
     zeros          up to a multiple of ALIGNMENT
-    payload        the stored bytes of each tensor, each at a multiple of ALIGNMENT, zeros between
+    payload        the stored bytes of each stack, each at a multiple of ALIGNMENT, zeros between
 
 ``Draft`` writes one, ``Frame`` reads one. Nothing of a frame is used before all of it is verified.
+The header is the matter of ``table.py``, the stored bytes that of ``encoding.py``.
 
 >>> draft = Draft([TensorSpec("keys", "float32", (1, 2, 3, 4))], {"start": 0})
 >>> draft.views["keys"][...] = 1.5
@@ -20,10 +21,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import replace
 from itertools import pairwise
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgpack
@@ -32,22 +31,26 @@ import xxhash
 
 from kvkeep.errors import CorruptFrame, NewerFormat
 from kvkeep.persistence.buffers import fresh
-from kvkeep.persistence.encoding import (
-    MOST_GAIN,
-    RAW,
-    decode,
-    decode_into,
-    encode,
-    encodings_of,
+from kvkeep.persistence.encoding import Decoded, decode, encode
+from kvkeep.persistence.table import (
+    MOST_HEADER,
+    Stack,
+    Table,
+    aligned,
+    check_limits,
+    pack_header,
+    read_table,
+    stacked,
+    unpack_header,
 )
-from kvkeep.persistence.tensors import HOST_DTYPES, TensorSpec
+from kvkeep.persistence.tensors import TensorSpec
 
 if TYPE_CHECKING:
     Host = np.ndarray[Any, np.dtype[Any]]
 
 MAGIC = b"KVKF"
-VERSION = 1
-ALIGNMENT = 64
+VERSION = 2
+"""What is written. Version 1, where each tensor is a stack of its own, is read as well."""
 
 HEAD = struct.Struct(
     "<"
@@ -61,93 +64,71 @@ HEAD = struct.Struct(
 )
 CHECKED = HEAD.size - 8
 
-_ARRAY_OF_TWO = b"\x92"
-_PLAIN = (int, str, bytes, bool, float, type(None))
-_UNPACKING = (ValueError, TypeError, msgpack.UnpackException)
-
-MOST_HEADER = 1 << 22
-MOST_TENSORS = 1 << 14
-MOST_AXES = 8
-MOST_NAME = 256
-MOST_PAYLOAD = (1 << 32) - 2 * MOST_HEADER
-SMALL_TABLE = 1 << 16
-"""Bytes of a packed table that is worth remembering."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    spec: TensorSpec
-    encoding: int
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
-class _Table:
-    parts: Mapping[str, _Part]
-    specs: Mapping[str, TensorSpec]
-
 
 class Draft:
     """A frame in the making: memory for the header and the raw payload in one piece.
 
     Fill ``views`` (name: numpy array in the host dtype and the tensor's shape), then ``seal``.
+    Tensors that are alike are compressed together where they follow each other in ``specs``.
     ``extra`` is a small mapping of msgpack's own types, with string keys. Raises ``ValueError``
     where the tensors or ``extra`` are beyond what a frame can hold, and msgpack's ``TypeError``.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], extra: Mapping[str, Any]) -> None:
         self._extra: bytes = msgpack.packb(dict(extra))
-        parts = []
-        at = 0
-        for spec in specs:
-            parts.append(_Part(spec, RAW, at, spec.nbytes))
-            at = _aligned(at + spec.nbytes)
-        self._parts = parts
-        end = parts[-1].offset + parts[-1].size if parts else 0
-        header = _pack_header(parts, self._extra)
-        _check_limits(parts, header, end)
-        self._start = _aligned(HEAD.size + len(header))
+        self._stacks = stacked(specs)
+        end = self._stacks[-1].offset + self._stacks[-1].size if specs else 0
+        header = pack_header(self._stacks, self._extra)
+        check_limits(self._stacks, header, end)
+        self._start = aligned(HEAD.size + len(header))
         self.nbytes = self._start + end
         """Bytes of the frame if nothing is compressed, which is what the draft holds."""
         self._buffer: Host | None = fresh(self.nbytes)
         self._buffer[: self._start] = 0
         self.views: dict[str, Host] = {}
-        for part in parts:
-            flat = self._buffer[self._start + part.offset :][: part.size]
-            self.views[part.spec.name] = flat.view(part.spec.host_dtype).reshape(part.spec.shape)
-        for part, follower in pairwise(parts):
-            self._buffer[self._start + part.offset + part.size : self._start + follower.offset] = 0
+        for stack in self._stacks:
+            flat = self._buffer[self._start + stack.offset :][: stack.size]
+            whole = flat.view(stack.spec.host_dtype).reshape(stack.spec.shape)
+            # Slices, because an item of a stack of scalars would be no view.
+            self.views |= {
+                name: whole[i : i + 1].reshape(stack.shape) for i, name in enumerate(stack.names)
+            }
+        for stack, follower in pairwise(self._stacks):
+            gap = stack.offset + stack.size
+            self._buffer[self._start + gap : self._start + follower.offset] = 0
 
     def seal(self, compression: Literal["auto", "none"] = "auto") -> memoryview:
         """The finished frame. May be called once, in any thread; ``views`` is empty afterwards.
 
-        ``auto`` compresses each tensor that gains from it. The frame lies in the draft's own
-        memory; where every tensor stays raw, no byte of the payload moves.
+        ``auto`` compresses each stack that gains from it. The frame lies in the draft's own
+        memory; where every stack stays raw, no byte of the payload moves.
         """
         buffer = self._buffer
         if buffer is None:
             raise RuntimeError("This draft is sealed already")
         self._buffer = None
         self.views = {}
-        parts = self._parts
+        stacks = self._stacks
         if compression == "auto":
-            parts = _compress(parts, buffer[self._start :])
-        return _close(buffer, self._start, parts, self._extra)
+            stacks = _compress(stacks, buffer[self._start :])
+        return _close(buffer, self._start, stacks, self._extra)
 
 
 class Frame:
     """A verified frame over somebody else's bytes, which must outlive what is read from it.
 
-    Over a value in LMDB's map that is the end of the transaction.
+    Over a value in LMDB's map that is the end of the transaction. ``specs`` are the tensors by
+    name and ``stacks`` what is stored together, both in the order in which they are stored.
     """
 
-    def __init__(self, view: memoryview, start: int, table: _Table, extra: dict[str, Any]) -> None:
+    def __init__(self, view: memoryview, start: int, table: Table, extra: dict[str, Any]) -> None:
         self._payload = np.frombuffer(view, np.uint8)[start:]
-        self._parts = table.parts
+        self._places = table.places
+        self._last: tuple[Stack, Decoded] | None = None
         self.nbytes = len(view)
         self.extra = extra
         self.specs = table.specs
+        self.stacks = table.stacks
 
     @classmethod
     def open(cls, buffer: bytes | bytearray | memoryview) -> Frame:
@@ -156,17 +137,25 @@ class Frame:
         Raises ``CorruptFrame`` with the reason, or ``NewerFormat``.
         """
         view = memoryview(buffer).cast("B").toreadonly()
-        header, start = _split(view)
-        table, extra = _unpack_header(header)
-        return cls(view, start, _read_table(table, len(view) - start), extra)
+        header, start, version = _split(view)
+        table, extra = unpack_header(header)
+        return cls(view, start, read_table(table, len(view) - start, version), extra)
+
+    def decode(self, stack: Stack) -> Decoded:
+        """The tensors of ``stack``, to be copied out by their numbers in it.
+
+        Raises ``CorruptFrame`` where compressed bytes are not its own.
+        """
+        stored = self._payload[stack.offset : stack.offset + stack.size]
+        return decode(stack.spec, stack.encoding, stored)
 
     def read(self, name: str) -> Host:
         """The tensor ``name`` in its host dtype, read-only; a view where it is stored raw.
 
-        Raises ``KeyError``, or ``CorruptFrame`` where compressed bytes are not its own.
+        Raises ``KeyError``, or ``CorruptFrame`` as ``decode``.
         """
-        part = self._parts[name]
-        tensor = decode(part.spec, part.encoding, self._stored(part))
+        stack, number = self._places[name]
+        tensor = self._decoded(stack).read(number)
         tensor.flags.writeable = False
         return tensor
 
@@ -176,72 +165,48 @@ class Frame:
         ``out`` has the host dtype and exactly the rows' shape, else ``CorruptFrame`` is raised:
         the frame does not hold what the caller was told.
         """
-        part = self._parts[name]
-        spec, shape = part.spec, part.spec.shape
+        stack, number = self._places[name]
+        shape = stack.shape
         rows = (*shape[:axis], stop - start, *shape[axis + 1 :])
         due = 0 <= start <= stop <= shape[axis] and out.shape == rows
-        if not due or out.dtype != spec.host_dtype:
-            raise CorruptFrame(f"{name}: {spec.dtype}{shape} where {out.dtype}{out.shape} is due")
+        if not due or out.dtype != stack.spec.host_dtype:
+            dtype = stack.spec.dtype
+            raise CorruptFrame(f"{name}: {dtype}{shape} where {out.dtype}{out.shape} is due")
         index = (*(slice(None),) * axis, slice(start, stop))
-        decode_into(spec, part.encoding, self._stored(part), index, out)
+        self._decoded(stack).copy_into(out, number, index)
 
-    def _stored(self, part: _Part) -> Host:
-        return self._payload[part.offset : part.offset + part.size]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _pack_header(parts: Sequence[_Part], extra: bytes) -> bytes:
-    table: bytes = msgpack.packb(
-        [[p.spec.name, p.spec.dtype, p.spec.shape, p.encoding, p.offset, p.size] for p in parts]
-    )
-    return _ARRAY_OF_TWO + table + extra
+    def _decoded(self, stack: Stack) -> Decoded:
+        """As ``decode``; the last one is kept for the next tensor of the same stack."""
+        if self._last is None or self._last[0] is not stack:
+            self._last = stack, self.decode(stack)
+        return self._last[1]
 
 
-def _check_limits(parts: Sequence[_Part], header: bytes, payload: int) -> None:
-    try:
-        _unpack_header(header)
-    except CorruptFrame as error:
-        raise ValueError(error.problem) from error
-    names = {part.spec.name for part in parts}
-    if (
-        len(names) != len(parts)
-        or len(parts) > MOST_TENSORS
-        or len(header) > MOST_HEADER
-        or payload > MOST_PAYLOAD
-        or any(not 0 < len(name) <= MOST_NAME for name in names)
-        or any(len(part.spec.shape) > MOST_AXES for part in parts)
-    ):
-        raise ValueError("These tensors do not fit one frame: too many, too large, or named twice")
-
-
-def _compress(parts: Sequence[_Part], payload: Host) -> list[_Part]:
-    """Encode each tensor and close the gaps, in place: nothing moves up, as nothing grows."""
+def _compress(stacks: Sequence[Stack], payload: Host) -> list[Stack]:
+    """Encode each stack and close the gaps, in place: nothing moves up, as nothing grows."""
     out = []
     at = 0
-    for part in parts:
-        raw = payload[part.offset :][: part.size]
-        encoding, stored = encode(part.spec, raw)
-        size = part.size
+    for stack in stacks:
+        raw = payload[stack.offset :][: stack.size]
+        encoding, stored = encode(stack.spec, raw)
+        size = stack.size
         if stored is not None:
             size = len(stored)
             payload[at : at + size] = np.frombuffer(stored, np.uint8)
-        elif at != part.offset:
+        elif at != stack.offset:
             payload[at : at + size] = raw
-        out.append(_Part(part.spec, encoding, at, size))
-        following = _aligned(at + size)
+        out.append(replace(stack, encoding=encoding, offset=at, size=size))
+        following = aligned(at + size)
         payload[at + size : following] = 0
         at = following
     return out
 
 
-def _close(buffer: Host, start: int, parts: Sequence[_Part], extra: bytes) -> memoryview:
+def _close(buffer: Host, start: int, stacks: Sequence[Stack], extra: bytes) -> memoryview:
     """Write the headers before the payload at ``start``, and the checksum over everything."""
-    header = _pack_header(parts, extra)
-    size = parts[-1].offset + parts[-1].size if parts else 0
-    front = start - _aligned(HEAD.size + len(header))
+    header = pack_header(stacks, extra)
+    size = stacks[-1].offset + stacks[-1].size if stacks else 0
+    front = start - aligned(HEAD.size + len(header))
     frame = buffer[front : start + size].data
     after = HEAD.size + len(header)
     frame[HEAD.size : after] = header
@@ -257,125 +222,23 @@ def _checksum(frame: memoryview) -> int:
     return state.intdigest()
 
 
-def _split(data: memoryview) -> tuple[bytes, int]:
-    """The msgpack header and where the payload starts, with lengths and checksum verified."""
+def _split(data: memoryview) -> tuple[bytes, int, int]:
+    """The msgpack header, where the payload starts, and the version: lengths and checksum hold."""
     if len(data) < HEAD.size:
         raise CorruptFrame(f"A frame of {len(data)} bytes is too short")
     magic, version, flags, header, zero, payload, checksum = HEAD.unpack_from(data)
     if magic != MAGIC:
         raise CorruptFrame("Not a frame: it does not begin with KVKF")
-    start = _aligned(HEAD.size + header)
+    start = aligned(HEAD.size + header)
     if header > MOST_HEADER or start + payload != len(data):
         raise CorruptFrame(f"A frame of {len(data)} bytes claims {start + payload}")
     # Before the version is believed: a flipped bit must not pass for a newer format.
     if _checksum(data) != checksum:
         raise CorruptFrame("A frame does not match its checksum")
-    if version > VERSION or (version == VERSION and flags):
+    if version > VERSION or (version and flags):
         raise NewerFormat(f"A frame of format {version} with flags {flags:#x}; this is {VERSION}")
-    if version != VERSION or zero:
+    if version == 0 or zero:
         raise CorruptFrame(f"A frame of format {version}, which never was")
     if any(data[HEAD.size + header : start]):
         raise CorruptFrame("A frame has something where zeros are due")
-    return bytes(data[HEAD.size : HEAD.size + header]), start
-
-
-def _unpack_header(packed: bytes) -> tuple[bytes, dict[str, Any]]:
-    """The table of tensors, still packed, and ``extra``."""
-    unpacker = _unpacker(packed)
-    try:
-        if unpacker.read_array_header() != 2:
-            raise CorruptFrame("A frame's header has another form")
-        start = unpacker.tell()
-        unpacker.skip()
-        table = packed[start : unpacker.tell()]
-        extra = unpacker.unpack()
-        complete = unpacker.tell() == len(packed)
-    except _UNPACKING as error:
-        raise CorruptFrame(f"A frame's header cannot be read ({error})") from error
-    if not complete or type(extra) is not dict or not _is_plain(extra):
-        raise CorruptFrame("A frame's header has another form")
-    return table, extra
-
-
-def _unpacker(packed: bytes) -> msgpack.Unpacker:
-    unpacker = msgpack.Unpacker(
-        use_list=True,
-        raw=False,
-        strict_map_key=True,
-        ext_hook=_no_extension,
-        max_buffer_size=max(len(packed), 1),
-        max_array_len=min(len(packed), MOST_TENSORS),
-        max_map_len=min(len(packed), MOST_TENSORS),
-    )
-    unpacker.feed(packed)
-    return unpacker
-
-
-def _is_plain(extra: dict[Any, Any]) -> bool:
-    """Whether all keys are strings and all values are msgpack's own types."""
-    waiting: list[Any] = [extra]
-    while waiting:
-        value = waiting.pop()
-        if type(value) is dict:
-            if any(type(key) is not str for key in value):
-                return False
-            waiting += value.values()
-        elif type(value) is list:
-            waiting += value
-        elif type(value) not in _PLAIN:
-            return False
-    return True
-
-
-def _no_extension(code: int, data: bytes) -> Any:
-    raise ValueError(f"extension type {code} of {len(data)} bytes")
-
-
-def _read_table(packed: bytes, payload: int) -> _Table:
-    """The tensors of a frame. Frames of one recipe mostly have the same table."""
-    known = _known_table if len(packed) <= SMALL_TABLE else _known_table.__wrapped__
-    return known(packed, payload)
-
-
-@lru_cache(maxsize=16)
-def _known_table(packed: bytes, payload: int) -> _Table:
-    try:
-        rows = _unpacker(packed).unpack()
-    except _UNPACKING as error:
-        raise CorruptFrame(f"A frame's header cannot be read ({error})") from error
-    if type(rows) is not list:
-        raise CorruptFrame("A frame's header has another form")
-    parts: dict[str, _Part] = {}
-    end = 0
-    for row in rows:
-        part = _read_part(row)
-        if part.spec.name in parts:
-            raise CorruptFrame(f"A frame holds {part.spec.name} twice")
-        if part.offset != _aligned(end):
-            raise CorruptFrame(f"{part.spec.name}: tensors overlap or leave a gap")
-        end = part.offset + part.size
-        if end > payload:
-            raise CorruptFrame(f"{part.spec.name}: reaches beyond the payload")
-        parts[part.spec.name] = part
-    if end != payload:
-        raise CorruptFrame(f"A frame's tensors end at {end} of {payload} bytes")
-    specs = {name: part.spec for name, part in parts.items()}
-    return _Table(MappingProxyType(parts), MappingProxyType(specs))
-
-
-def _read_part(row: Any) -> _Part:
-    match row:
-        case [str(name), str(dtype), list(shape), encoding, offset, size]:
-            for number in (*shape, encoding, offset, size):
-                if type(number) is not int or number < 0:
-                    raise CorruptFrame("A frame's header has something else where a number is due")
-        case _:
-            raise CorruptFrame("A frame's header has another form")
-    if not 0 < len(name) <= MOST_NAME or len(shape) > MOST_AXES or dtype not in HOST_DTYPES:
-        raise CorruptFrame("A frame holds a tensor of unknown dtype, too many axes or no name")
-    spec = TensorSpec(name, dtype, tuple(shape))
-    if encoding not in encodings_of(spec):
-        raise CorruptFrame(f"{name}: no encoding {encoding} of {dtype}")
-    if spec.nbytes != size if encoding == RAW else not 0 < size <= spec.nbytes <= size * MOST_GAIN:
-        raise CorruptFrame(f"{name}: {dtype}{spec.shape} does not fit {size} stored bytes")
-    return _Part(spec, encoding, offset, size)
+    return bytes(data[HEAD.size : HEAD.size + header]), start, version

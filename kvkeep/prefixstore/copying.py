@@ -58,6 +58,8 @@ def copy_rows(
         if not missing[index]:
             continue
         layers = [(i, spec) for i in family.layers for spec in live.recipe.layers[i].rows]
+        # What is alike in all layers side by side, so that it is compressed together.
+        layers.sort(key=lambda row: (row[1].dtype, row[1].shape, row[1].name))
         names = [f"{i}/{spec.name}" for i, spec in layers]
         tensors = [
             _Tensor(name, spec.axis, planes[name], held[i])

@@ -16,7 +16,7 @@ from kvkeep.codecs.base import State, dtype_name
 from kvkeep.errors import Damaged, EmptyCache, NewerFormat, OffsetMismatch
 from kvkeep.persistence.environment import Transaction
 from kvkeep.persistence.frame import Draft
-from kvkeep.persistence.memory import host, need_mlx
+from kvkeep.persistence.memory import hosts, need_mlx
 from kvkeep.persistence.tensors import TensorSpec
 from kvkeep.prefixstore.copying import RowDraft, copy_rows
 from kvkeep.prefixstore.policy import Reason
@@ -195,6 +195,7 @@ def _copy_state(snapshot: Snapshot, states: Sequence[State | None]) -> Draft | N
         return None
     mx.eval(list(tensors.values()))
     specs = [TensorSpec(n, dtype_name(a), tuple(a.shape)) for n, a in tensors.items()]
+    specs.sort(key=lambda spec: (spec.dtype, spec.shape, spec.name.rpartition("/")[2]))
     extra = {
         "space": snapshot.space,
         "recipe": snapshot.recipe.id,
@@ -202,6 +203,6 @@ def _copy_state(snapshot: Snapshot, states: Sequence[State | None]) -> Draft | N
         "meta": metas,
     }
     draft = Draft(specs, extra)
-    for name, array in tensors.items():
-        draft.views[name][...] = host(array)
+    for name, view in hosts(tensors).items():
+        draft.views[name][...] = view
     return draft

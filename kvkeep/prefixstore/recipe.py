@@ -26,8 +26,8 @@ from kvkeep.caches.rounds import check_committed
 from kvkeep.codecs import codec_for, codec_named, composite_named
 from kvkeep.codecs.base import Codec, Composite, Description, Reach, RowSpec, Scalar
 from kvkeep.errors import CorruptFrame, EmptyCache, NewerFormat, OffsetMismatch, Refused
-from kvkeep.persistence.frame import MOST_AXES, MOST_NAME
 from kvkeep.persistence.packing import unpack_plain
+from kvkeep.persistence.table import MOST_AXES, MOST_NAME
 from kvkeep.persistence.tensors import HOST_DTYPES
 
 Tree = str | tuple[str, tuple["Tree", ...]]

@@ -6,7 +6,7 @@ arrays themselves are made and handed over on the caller's thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ from kvkeep.persistence.encoding import MOST_GAIN
 from kvkeep.persistence.environment import Transaction
 from kvkeep.persistence.frame import Frame
 from kvkeep.persistence.memory import Slab
+from kvkeep.persistence.table import Stack
 from kvkeep.persistence.tensors import TensorSpec
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.ranges import covers, merged
 from kvkeep.prefixstore.recipe import assemble
 from kvkeep.prefixstore.records import PointRecord, check_of
-from kvkeep.prefixstore.targets import Target, targets_of
-from kvkeep.prefixstore.threads import run_ahead
+from kvkeep.prefixstore.targets import Target, fill, targets_of
+from kvkeep.prefixstore.threads import run_ahead, run_all
 from kvkeep.prefixstore.trie import Held, Rows
 
 
@@ -77,14 +78,13 @@ def rebuild(
     def read(job: tuple[int, Rows]) -> memoryview:
         return _value(txn, job[1].chunk)
 
-    def fill(job: tuple[int, Rows], data: memoryview) -> int:
+    def copy(job: tuple[int, Rows], data: memoryview) -> int:
         family, rows = job
         return _fill(space, held, rows, family, data, targets[family])
 
-    done = run_ahead(read, fill, jobs, txn.parallel_reads)
+    done = run_ahead(read, copy, jobs, txn.parallel_reads)
     if state is not None and point is not None:
-        for name in state.specs:
-            slab.views[name][...] = _read(state, name, point.state)
+        _fill_state(state, slab.views, point.state)
     arrays = slab.take()
     leaves = [
         layer.codec.build(
@@ -146,7 +146,12 @@ def _check_claim(
 
 
 def _fill(
-    space: bytes, held: Held, rows: Rows, family: int, data: memoryview, targets: Sequence[Target]
+    space: bytes,
+    held: Held,
+    rows: Rows,
+    family: int,
+    data: memoryview,
+    targets: Mapping[str, Target],
 ) -> int:
     """Copy one chunk's rows to where they belong; the bytes read."""
     start, stop, chunk, _, check = rows
@@ -156,8 +161,7 @@ def _fill(
     if type(end) is not int or end < stop:
         raise BrokenChunk(chunk, "it ends before its rows do")
     try:
-        for target in targets:
-            target.fill(frame, start, stop, end - start)
+        fill(targets, frame, start, stop, end - start)
     except CorruptFrame as error:
         raise BrokenChunk(chunk, error.problem) from error
     return len(data)
@@ -203,9 +207,14 @@ def _metas(state: Frame, layers: int, chunk: int) -> list[Meta]:
     return metas
 
 
-def _read(state: Frame, name: str, chunk: int) -> Any:
+def _fill_state(state: Frame, views: Mapping[str, Any], chunk: int) -> None:
+    def copy(stack: Stack) -> None:
+        decoded = state.decode(stack)
+        for number, name in enumerate(stack.names):
+            decoded.copy_into(views[name], number, ())
+
     try:
-        return state.read(name)
+        run_all(copy, state.stacks)
     except CorruptFrame as error:
         raise BrokenChunk(chunk, error.problem) from error
 

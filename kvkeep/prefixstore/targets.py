@@ -1,7 +1,7 @@
 """Where the rows of a recipe go: one target for each tensor, filled chunk by chunk.
 
 A restore copies thousands of small blocks, so what is the same for all chunks is worked out
-once.
+once, and what is stored together is decoded once.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from kvkeep.prefixstore.recipe import Recipe
 class Target:
     """One row tensor: what it is in a frame, and the memory and slots that it goes to."""
 
-    name: str
     dtype: str
     before: tuple[int, ...]
     after: tuple[int, ...]
     view: Any
     segments: tuple[Segment, ...]
 
-    def fill(self, frame: Frame, start: int, stop: int, length: int) -> None:
-        """Copy positions ``[start, stop)`` from ``frame``, which holds ``length`` from ``start``.
 
-        Raises ``CorruptFrame`` where the frame holds another tensor than this.
-        """
-        spec = frame.specs.get(self.name)
-        if (
-            spec is None
-            or spec.dtype != self.dtype
-            or spec.shape != (*self.before, length, *self.after)
-        ):
-            raise CorruptFrame(f"tensor {self.name} is not what the recipe says")
-        axis = len(self.before)
-        lead = (slice(None),) * axis
-        for position, slot, count in self.segments:
-            a, b = max(start, position), min(stop, position + count)
-            if a < b:
-                slot += a - position
-                out = self.view[(*lead, slice(slot, slot + b - a))]
-                frame.copy_into(self.name, out, axis, a - start, b - start)
+def fill(targets: Mapping[str, Target], frame: Frame, start: int, stop: int, length: int) -> None:
+    """Copy positions ``[start, stop)`` from ``frame``, which holds ``length`` from ``start``.
+
+    Raises ``CorruptFrame`` where the frame holds other tensors than the ``targets`` by name.
+    """
+    if frame.specs.keys() != targets.keys():
+        raise CorruptFrame("a chunk holds other tensors than the recipe says")
+    for stack in frame.stacks:
+        decoded = frame.decode(stack)
+        for number, name in enumerate(stack.names):
+            target = targets[name]
+            shape = (*target.before, length, *target.after)
+            if stack.shape != shape or stack.spec.dtype != target.dtype:
+                raise CorruptFrame(f"tensor {name} is not what the recipe says")
+            lead = (slice(None),) * len(target.before)
+            for position, slot, count in target.segments:
+                a, b = max(start, position), min(stop, position + count)
+                if a < b:
+                    slot += a - position
+                    out = target.view[(*lead, slice(slot, slot + b - a))]
+                    decoded.copy_into(out, number, (*lead, slice(a - start, b - start)))
 
 
 def targets_of(
     recipe: Recipe, placements: Sequence[Placement], views: Mapping[str, Any]
-) -> list[list[Target]]:
-    """The targets of each family of ``recipe``, in the memory ``views``."""
+) -> list[dict[str, Target]]:
+    """The targets of each family of ``recipe`` by tensor, in the memory ``views``."""
     return [
-        [
-            Target(
-                f"{i}/{spec.name}",
+        {
+            f"{i}/{spec.name}": Target(
                 spec.dtype,
                 spec.shape[: spec.axis],
                 spec.shape[spec.axis + 1 :],
@@ -65,6 +65,6 @@ def targets_of(
             )
             for i in family.layers
             for spec in recipe.layers[i].rows
-        ]
+        }
         for family in recipe.families
     ]

@@ -199,16 +199,18 @@ class Writer:
                 ledger.settle()
             return 0
         self._check_disk(prepared.nbytes)
+        state = self._seal.submit(prepared.state.seal) if prepared.state is not None else None
         if prepared.nbytes <= ONE_TRANSACTION:
             sealed = list(self._sealed(prepared.rows))
+            last = state.result() if state is not None else None
             with self._env.begin(write=True) as txn:
                 ledger = Ledger(txn)
                 self._make_room(ledger, prepared)
                 chunks = [_chunk(row, ledger.put_chunk(data)) for row, data in sealed]
-                return self._publish(ledger, prepared, chunks)
-        return self._write_large(prepared)
+                return self._publish(ledger, prepared, chunks, last)
+        return self._write_large(prepared, state)
 
-    def _write_large(self, prepared: Prepared) -> int:
+    def _write_large(self, prepared: Prepared, state: Future[memoryview] | None) -> int:
         job = secrets.randbits(64)
         try:
             with self._env.begin(write=True) as txn:
@@ -224,21 +226,25 @@ class Writer:
                     chunks.append(_chunk(row, ledger.put_chunk(data)))
                     ledger.settle()
                     txn.put("pending", layout.pair(job, chunks[-1].frame.id), _pending(0))
+            last = state.result() if state is not None else None
             with self._env.begin(write=True) as txn:
                 ledger = Ledger(txn)
                 for key in list(txn.keys("pending", prefix=layout.u64(job))):
                     txn.delete("pending", key)
-                return self._publish(ledger, prepared, chunks)
+                return self._publish(ledger, prepared, chunks, last)
         except BaseException:
             self._abandon(job)
             raise
 
-    def _publish(self, ledger: Ledger, prepared: Prepared, chunks: Sequence[Chunk]) -> int:
-        state = None
-        if prepared.state is not None:
-            data = prepared.state.seal()
-            state = ledger.put_chunk(data)
-        written = publish(ledger, prepared.snapshot, chunks, state, self._quarantine.ids())
+    def _publish(
+        self,
+        ledger: Ledger,
+        prepared: Prepared,
+        chunks: Sequence[Chunk],
+        state: memoryview | None,
+    ) -> int:
+        stored = ledger.put_chunk(state) if state is not None else None
+        written = publish(ledger, prepared.snapshot, chunks, stored, self._quarantine.ids())
         # Node records, and edges that were split, may have taken more than was made free.
         self._fit(ledger, prepared, 0)
         ledger.settle()

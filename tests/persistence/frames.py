@@ -39,7 +39,8 @@ def row(
     offset: Any = 0,
     size: Any = 64,
 ) -> list[Any]:
-    return [name, dtype, shape, encoding, offset, size]
+    """A row of one tensor, or of a stack where ``name`` is a list."""
+    return [name if isinstance(name, list) else [name], dtype, shape, encoding, offset, size]
 
 
 def floats(spec: Any, seed: int = 0) -> Any:

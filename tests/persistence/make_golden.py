@@ -35,7 +35,9 @@ def contents(spec: TensorSpec, *, smooth: bool) -> Any:
     return raw.view(spec.host_dtype).reshape(spec.shape)
 
 
-FRAMES: dict[str, tuple[list[TensorSpec], dict[str, Any], bool]] = {
+Golden = tuple[list[TensorSpec], dict[str, Any], bool]
+
+FIRST: dict[str, Golden] = {
     "empty": ([], {}, False),
     "raw": (
         [TensorSpec(f"t/{dtype}", dtype, (2, 3)) for dtype in HOST_DTYPES]
@@ -61,6 +63,28 @@ FRAMES: dict[str, tuple[list[TensorSpec], dict[str, Any], bool]] = {
         True,
     ),
 }
+"""What is in the frames of version 1."""
+
+STACKS = [
+    TensorSpec(f"{layer}/{name}", dtype, shape)
+    for name, dtype, shape in (
+        ("keys", "bfloat16", (1, 2, 64, 16)),
+        ("packed", "uint32", (1, 2, 64, 4)),
+        ("scales", "float16", (1, 2, 64, 1)),
+        ("small", "float32", (3,)),
+        ("scalar", "uint8", ()),
+    )
+    for layer in range(5)
+]
+
+SECOND: dict[str, Golden] = {
+    **{f"{name}-2": golden for name, golden in FIRST.items()},
+    "stacks-2": (STACKS, {"start": 0, "axes": [2] * 25}, True),
+    "stacks-raw-2": (STACKS, {"start": 0, "axes": [2] * 25}, False),
+}
+"""What is in those of version 2."""
+
+FRAMES = FIRST | SECOND
 
 
 def sealed(name: str) -> bytes:

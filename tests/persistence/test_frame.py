@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -42,15 +43,16 @@ def fill(spec: TensorSpec, kind: str, seed: int) -> Any:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> list[tuple[TensorSpec, str, int]]:
-    names = draw(st.lists(st.text(min_size=1, max_size=12), max_size=5, unique=True))
-    return [
-        (
-            TensorSpec(name, draw(st.sampled_from(list(HOST_DTYPES))), draw(SHAPES)),
-            draw(CONTENTS),
-            draw(st.integers(0, 99)),
-        )
-        for name in names
-    ]
+    names = iter(draw(st.lists(st.text(min_size=1, max_size=12), max_size=9, unique=True)))
+    found: list[tuple[TensorSpec, str, int]] = []
+    for name in names:
+        dtype, shape = draw(st.sampled_from(list(HOST_DTYPES))), draw(SHAPES)
+        contents = draw(CONTENTS)
+        alike = [name, *islice(names, draw(st.integers(0, 4)))]
+        found += [
+            (TensorSpec(one, dtype, shape), contents, draw(st.integers(0, 99))) for one in alike
+        ]
+    return found
 
 
 @settings(deadline=None, max_examples=120)
@@ -89,7 +91,7 @@ def test_rows_are_copied_from_every_encoding(dtype: str, encoding: int) -> None:
     draft = Draft([spec], {})
     draft.views["rows"][...] = whole
     frame = Frame.open(draft.seal())
-    assert frame._parts["rows"].encoding == encoding
+    assert [stack.encoding for stack in frame.stacks] == [encoding]
     compared = 0
     for axis in (1, 2, 3):
         for start, stop in ((0, spec.shape[axis]), (1, 3), (2, 2)):
@@ -155,10 +157,34 @@ def test_tensors_that_stay_raw_move_down_past_those_that_shrink() -> None:
     for spec, tensor in zip(specs, want, strict=True):
         draft.views[spec.name][...] = tensor
     frame = Frame.open(draft.seal())
-    assert [part.encoding for part in frame._parts.values()] == [PLANES, RAW, PLANES, RAW]
+    assert [stack.encoding for stack in frame.stacks] == [PLANES, RAW, PLANES, RAW]
     assert frame.nbytes < draft.nbytes
     for spec, tensor in zip(specs, want, strict=True):
         assert frame.read(spec.name).tobytes() == tensor.tobytes()
+
+
+def test_tensors_that_are_alike_and_side_by_side_are_stored_as_one() -> None:
+    specs = [
+        *(TensorSpec(f"{i}/k", "bfloat16", (1, 2, 64, 512)) for i in range(20)),  # 128 KiB each
+        TensorSpec("other", "bfloat16", (1, 2, 64, 511)),
+        *(TensorSpec(f"{i}/s", "float16", (1, 2, 64, 2)) for i in range(20)),
+        TensorSpec("last", "bfloat16", (1, 2, 64, 512)),
+    ]
+    draft = Draft(specs, {})
+    for seed, spec in enumerate(specs):
+        draft.views[spec.name][...] = floats(spec, seed)
+    frame = Frame.open(draft.seal())
+    # A stack is full at a MiB. Each of the small ones alone would be too small to compress.
+    assert [len(stack.names) for stack in frame.stacks] == [8, 8, 4, 1, 20, 1]
+    assert [stack.encoding for stack in frame.stacks] == [PLANES] * 6
+    compared = 0
+    for seed, spec in reversed(list(enumerate(specs))):
+        want, out = floats(spec, seed), np.zeros((1, 2, 9, spec.shape[3]), spec.host_dtype)
+        assert frame.read(spec.name).tobytes() == want.tobytes()
+        frame.copy_into(spec.name, out, 2, 30, 39)
+        assert out.tobytes() == want[:, :, 30:39].tobytes()
+        compared += out.nbytes
+    assert compared > 1 << 18
 
 
 def test_what_gains_too_little_stays_raw() -> None:
@@ -169,7 +195,7 @@ def test_what_gains_too_little_stays_raw() -> None:
         view[...] = 0
     frame = Frame.open(draft.seal())
     # Below 4 KiB, and beyond the factor by which a stored tensor may expand.
-    assert [part.encoding for part in frame._parts.values()] == [RAW, RAW]
+    assert [stack.encoding for stack in frame.stacks] == [RAW, RAW]
 
 
 def test_no_memory_of_others_leaks_into_the_gaps() -> None:

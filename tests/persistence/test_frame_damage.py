@@ -56,7 +56,13 @@ def test_other_bytes_are_no_frame(buffer: bytes) -> None:
 
 def test_newer_formats_are_told_apart_from_damage() -> None:
     assert Frame.open(build([])).specs == {}
-    for newer in (build([], version=2), build([], version=65535), build([], flags=1)):
+    assert Frame.open(build([], version=1)).specs == {}
+    for newer in (
+        build([], version=3),
+        build([], version=65535),
+        build([], flags=1),
+        build([], version=1, flags=1),
+    ):
         with pytest.raises(NewerFormat, match="Upgrade"):
             Frame.open(newer)
     for never in (build([], version=0), build([], zero=1)):
@@ -70,9 +76,16 @@ def test_what_builds_well_opens() -> None:
 
 
 WRONG_ROWS: dict[str, Any] = {
-    "row too short": ["t", "uint8", [64], 0, 0],
+    "row too short": [["t"], "uint8", [64], 0, 0],
     "row too long": [*row(), 1],
     "row no list": "t",
+    "a row of version 1": ["t", *row()[1:]],
+    "no name": row(name=[]),
+    "names twice": row(name=["t", "t"], shape=[32]),
+    "a name in a list": row(name=["t", ["u"]], shape=[32]),
+    "names no list": [{"t": 1}, *row()[1:]],
+    "fewer names than the size": row(name=["t", "u"], shape=[31]),
+    "more names than the size": row(name=["t", "u", "v"], shape=[32]),
     "name no string": row(name=5),
     "name as bytes": row(name=b"t"),
     "name empty": row(name=""),
@@ -90,6 +103,7 @@ WRONG_ROWS: dict[str, Any] = {
     "shape huge": row(shape=[1 << 62, 1 << 62]),
     "shape huge times zero, nothing stored": row(shape=[1 << 62, 0]),
     "shape of nine axes": row(shape=[1] * 8 + [64]),
+    "shape of nine axes in a stack": row(name=["t", "u"], shape=[1] * 8 + [32]),
     "encoding unknown": row(encoding=3),
     "encoding negative": row(encoding=-1),
     "encoding a bool": row(encoding=False),

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from kvkeep.persistence.frame import Frame
+from kvkeep.persistence.frame import HEAD, Frame
 from tests.persistence import make_golden
 
 
@@ -27,16 +29,20 @@ def test_golden_frames_read_bit_for_bit(name: str) -> None:
     assert compared == sum(int(np.prod(spec.shape)) for spec in specs)
 
 
-def test_golden_files_cover_every_encoding() -> None:
+@pytest.mark.parametrize(("version", "names"), [(1, make_golden.FIRST), (2, make_golden.SECOND)])
+def test_golden_files_cover_every_encoding(version: int, names: dict[str, Any]) -> None:
     seen = set()
-    for path in make_golden.FOLDER.glob("*.kvkf"):
-        seen |= {part.encoding for part in Frame.open(path.read_bytes())._parts.values()}
-    assert seen == {0, 1, 2}
+    for name in names:
+        data = (make_golden.FOLDER / f"{name}.kvkf").read_bytes()
+        assert HEAD.unpack_from(data)[1] == version
+        seen |= {(stack.encoding, len(stack.names) > 1) for stack in Frame.open(data).stacks}
+    alone = {(0, False), (1, False), (2, False)}
+    assert seen == (alone if version == 1 else alone | {(0, True), (1, True), (2, True)})
 
 
 def test_the_raw_golden_frames_are_what_is_written_today() -> None:
     # Compressed bytes may change with zstd; these may not.
-    for name in ("empty", "raw"):
+    for name in ("empty-2", "raw-2", "stacks-raw-2"):
         assert make_golden.sealed(name) == (make_golden.FOLDER / f"{name}.kvkf").read_bytes()
 
 

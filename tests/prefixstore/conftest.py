@@ -12,3 +12,9 @@ def clock(monkeypatch):
     for module in ("events", "lapsed", "ledger", "pins", "publish", "prepare", "room", "ttl"):
         monkeypatch.setattr(f"kvkeep.prefixstore.{module}.time", clock, raising=False)
     return clock
+
+
+@pytest.fixture
+def raw(monkeypatch):
+    """Nothing is compressed, so that the bytes of rows follow from how many there are."""
+    monkeypatch.setattr("kvkeep.persistence.encoding.SMALLEST", 1 << 40)

@@ -23,6 +23,9 @@ LONG = list(range(320))
 BYTES = 2 * 2 * 2 * 16 * 2  # of a token: layers, planes, heads, width, bytes
 
 
+pytestmark = pytest.mark.usefixtures("raw")
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Chunks of 16 tokens."""

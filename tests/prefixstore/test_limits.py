@@ -18,6 +18,9 @@ from tests.prefixstore.shapes import make, problem
 BYTES = 512  # of a token in the file: half a chunk of 16 is its rows, the rest fills pages
 
 
+pytestmark = pytest.mark.usefixtures("raw")
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Chunks of 16 tokens."""

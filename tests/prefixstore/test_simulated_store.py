@@ -17,6 +17,8 @@ from kvkeep.prefixstore.simulate.trie import Trie
 from tests.prefixstore.clock import SECOND
 from tests.prefixstore.shapes import make
 
+pytestmark = pytest.mark.usefixtures("raw")
+
 BLOCK = 16
 
 

@@ -397,6 +397,7 @@ def test_rows_that_another_handle_stored_meanwhile_are_not_kept_twice(tmp_path, 
         assert not quick.verify().problems
 
 
+@pytest.mark.usefixtures("raw")
 def test_what_a_queued_snapshot_builds_on_is_not_evicted_for_another(tmp_path):
     older, other = list(range(100, 140)), list(range(200, 240))
     more = [*older, 1, 2, 3]
