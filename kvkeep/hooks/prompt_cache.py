@@ -12,14 +12,12 @@ Arrays are touched only on the thread that calls, which must be the one that run
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from kvkeep.errors import KvkeepError, OffsetMismatch, Refused, UnknownCache
 from kvkeep.hooks.agreement import Agree, common_offset
@@ -27,18 +25,15 @@ from kvkeep.hooks.live_caches import own
 from kvkeep.hooks.memory_tier import Entry, MemoryTier, Taken
 from kvkeep.hooks.metrics import Lookup, Metrics
 from kvkeep.hooks.model_homes import FixedHome, Home, ModelHomes, NoHome, Provider
+from kvkeep.hooks.outcomes import Answer, Outcomes
 from kvkeep.hooks.precision import newest
 from kvkeep.prefixstore.policy import Decision, Reason
 from kvkeep.prefixstore.receipt import Receipt
 from kvkeep.prefixstore.recipe import Live, read_caches
-from kvkeep.prefixstore.space import SHED, Hit, Space
+from kvkeep.prefixstore.space import Hit, Space
 from kvkeep.prefixstore.store import Store, open_store
 from kvkeep.prefixstore.tokens import Tokens, as_tokens
 from kvkeep.prefixstore.unfinished import Continued
-
-log = logging.getLogger("kvkeep")
-
-Answer = TypeVar("Answer")
 
 ORIGINS = {"system": "boundary", "user": "prompt"}
 """What ends where an entry of this type ends; any other is an output."""
@@ -96,6 +91,7 @@ class PromptCache:
         self.max_size = max_size
         self.max_bytes = default_bytes() if max_bytes is None else max_bytes
         self.metrics = Metrics()
+        self._outcomes = Outcomes(self.metrics)
         self.last: Served | None = None
         self.on_lookup: Callable[[Served | None], None] = lambda _: None
         self.go_on: Callable[[Home, Tokens], Continued | None] = lambda *_: None
@@ -105,7 +101,6 @@ class PromptCache:
         self._mine = self._store is not store
         self._exact = exact
         self._memory = MemoryTier(0 if exact else max_size, self.max_bytes)
-        self._receipts: deque[Receipt] = deque()
         self._agree = agree
         self._home: Callable[[Any], Home]
         if space is not None:
@@ -187,8 +182,7 @@ class PromptCache:
 
     def count(self, receipt: Receipt) -> None:
         """Count what becomes of a snapshot that was made elsewhere."""
-        self._receipts.append(receipt)
-        self._settle()
+        self._outcomes.expect(receipt)
 
     def kinds(self, model: Any) -> tuple[str, ...]:
         """The kinds of the model's caches; empty where they are not known."""
@@ -229,7 +223,7 @@ class PromptCache:
 
     def gauges(self) -> dict[str, float]:
         """What is held now, by Prometheus name; safe to read from any thread."""
-        self._settle()
+        self._outcomes.settle()
         out: dict[str, float] = {
             "kvkeep_memory_sequences": len(self._memory),
             "kvkeep_memory_bytes": self._memory.nbytes,
@@ -246,12 +240,7 @@ class PromptCache:
 
     def guarded(self, doing: str, what: Callable[[], Answer], otherwise: Answer) -> Answer:
         """``what()``, or ``otherwise`` where it fails: counted, and logged the first time."""
-        try:
-            return what()
-        except Exception as error:
-            if self.metrics.fail(doing) == 1:
-                log.warning("kvkeep: failed: %s; requests go on without it", doing, exc_info=error)
-            return otherwise
+        return self._outcomes.guarded(doing, what, otherwise)
 
     # A lookup
 
@@ -370,12 +359,12 @@ class PromptCache:
         try:
             live = self._checked(home, ids, target)
         except UnknownCache as error:
-            self._warn("insertion", "kept in memory only: %s", error)
+            self._outcomes.warn("insertion", "kept in memory only: %s", error)
             self._memory.insert(Entry(home.key, ids, own(target), None, cache_type))
             return
         except Refused as error:
             self.metrics.snapshot("refused")
-            self._warn("refusal", "not kept: %s", error)
+            self._outcomes.warn("refusal", "not kept: %s", error)
             return
         ids = ids[: live.offset]
         receipt = None
@@ -422,7 +411,7 @@ class PromptCache:
                 return space.snapshot(ids, caches, origin, request=request, wait=False)
             except Refused as error:
                 self.metrics.snapshot("refused")
-                self._warn("refusal", "not stored: %s", error)
+                self._outcomes.warn("refusal", "not stored: %s", error)
                 return None
 
         receipt = self.guarded("snapshot", store, None)
@@ -430,31 +419,11 @@ class PromptCache:
             self.count(receipt)
         return receipt
 
-    def _settle(self) -> None:
-        """Count the snapshots whose outcome is known by now."""
-        for _ in range(len(self._receipts)):
-            try:
-                receipt = self._receipts.popleft()
-            except IndexError:
-                return
-            if not receipt.wait(0):
-                self._receipts.append(receipt)
-            elif receipt.stored:
-                self.metrics.snapshot(receipt.reason, receipt.bytes_written)
-            else:
-                self.metrics.snapshot("shed" if receipt.reason == SHED else "failed")
-                if receipt.reason != SHED:
-                    self._warn("snapshot", "not stored: %s", receipt.reason)
-
     def _flush(self, timeout: float | None) -> bool:
         assert self._store is not None
         done = self._store.flush(timeout)
-        self._settle()
+        self._outcomes.settle()
         return done
-
-    def _warn(self, doing: str, message: str, about: object) -> None:
-        if self.metrics.fail(doing) == 1:
-            log.warning("kvkeep: " + message, about)
 
 
 def default_bytes() -> int:

@@ -6,35 +6,31 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from kvkeep.caches.scheme import scheme_of
-from kvkeep.errors import CorruptFrame, KvkeepError
+from kvkeep.errors import KvkeepError
 from kvkeep.persistence.environment import Environment
-from kvkeep.persistence.packing import unpack_plain
 from kvkeep.prefixstore import browse, identity, layout, metrics, recount
+from kvkeep.prefixstore.budget import settle_budget, shrink
 from kvkeep.prefixstore.core import Core
 from kvkeep.prefixstore.event import LONGEST, Event
 from kvkeep.prefixstore.events import read_events
 from kvkeep.prefixstore.evict import Evicted
 from kvkeep.prefixstore.ledger import Ledger, counter, policy_name
-from kvkeep.prefixstore.opening import Marker, find_or_make
+from kvkeep.prefixstore.opening import find_or_make
 from kvkeep.prefixstore.past import Past
 from kvkeep.prefixstore.past import find as find_past
 from kvkeep.prefixstore.pins import (
     NothingToPin,
     Pin,
-    TooMuchPinned,
     all_pins,
-    bytes_of,
-    protected,
     remove_pin,
 )
+from kvkeep.prefixstore.prints import remembered
 from kvkeep.prefixstore.purge import (
     Purged,
     purge_conversation,
@@ -118,7 +114,7 @@ def open_store(
         ours=True,
     )
     try:
-        budget = _settle_budget(env, budget, marker)
+        budget = settle_budget(env, budget, marker)
         settle_eviction(env, eviction, state_share)
         store = Store(env, Limits(budget, reserve))
         store._core.events.keeps = min(max(event_tokens, 0), LONGEST)
@@ -141,7 +137,7 @@ class Store:
         self._core = Core.start(env, limits)
         if not env.read_only:
             free_orphans(env)
-            self._shrink()
+            shrink(env, self.max_bytes)
         self._closer = weakref.finalize(self, self._core.close)
 
     def __enter__(self) -> Store:
@@ -219,7 +215,7 @@ class Store:
                 kv_scheme=kv_scheme,
                 salt=salt,
                 plan=plan,
-                remember=self._remember,
+                remember=partial(remembered, self.env),
             )
         draft = None
         if draft_layout is not None:
@@ -462,50 +458,6 @@ class Store:
         """Flush and let go of the folder. Closing twice is fine."""
         self._closer()
 
-    def _shrink(self) -> None:
-        """Bring an over-full store down to its budget before anything is served."""
-        with self.env.begin() as txn:
-            due = counter(txn, "used") > self.max_bytes or txn.count("ttls")
-        if due:
-            with self.env.begin(write=True) as txn:
-                ledger = Ledger(txn)
-                room = Room(ledger, self.max_bytes)
-                room.make(b"", 0)
-                room.report()
-                ledger.settle()
-
-    def _remember(self, file: Path, compute: Callable[[], str]) -> str:
-        """A file's fingerprint, kept by its path, size and time of change."""
-        stat = file.stat()
-        mark = [str(file), stat.st_size, stat.st_mtime_ns]
-        key = msgpack.packb(mark)[-500:]
-        with self.env.begin() as txn:
-            data = txn.get("prints", key)
-            if data is not None:
-                with suppress(CorruptFrame):
-                    match unpack_plain(data):
-                        case (tuple(kept), str(digest)) if list(kept) == mark:
-                            return digest
-        digest = compute()
-        if not self.env.read_only:
-            with self.env.begin(write=True) as txn:
-                txn.put("prints", key, msgpack.packb([mark, digest]))
-        return digest
-
 
 _explicit = identity.explicit
 _of_model = identity.of_model
-
-
-def _settle_budget(env: Environment, budget: int | None, marker: Marker) -> int:
-    """The budget in force: the given one, which is recorded, or the recorded one."""
-    with env.begin() as txn:
-        recorded = counter(txn, "budget") or marker.budget
-    if budget is None or budget == recorded or env.read_only:
-        return recorded
-    with env.begin(write=True) as txn:
-        held = bytes_of(txn, protected(txn)[0])
-        if held > budget:
-            raise TooMuchPinned(f"Pins without a deadline hold {held:,} bytes")
-        txn.put("meta", b"budget", layout.u64(budget))
-    return budget
