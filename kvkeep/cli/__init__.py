@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kvkeep._version import __version__
-from kvkeep.cli.failures import Failure, State, Unexpected
+from kvkeep.cli.failures import Failure, Interrupted, State, Unexpected
 from kvkeep.errors import KvkeepError
 
 COMMANDS = {
@@ -60,6 +60,8 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
+        except KeyboardInterrupt:
+            raise Interrupted from None
         except KvkeepError as error:
             if state.debug:
                 raise
@@ -86,5 +88,5 @@ def main() -> None:
       kvkeep report
 
     Exit codes: 0 done, 1 unexpected, 2 usage, 3 nothing to resume, 4 damage found,
-    5 refused, 6 store not usable, 7 written by a newer kvkeep.
+    5 refused, 6 store not usable, 7 written by a newer kvkeep, 130 interrupted.
     """

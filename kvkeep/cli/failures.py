@@ -29,6 +29,19 @@ class Failure(click.ClickException):
         click.echo(f"error: {self.message}", file=file, err=file is None)
 
 
+class Interrupted(click.ClickException):
+    """Ctrl-C: the store is as whole as after any other end."""
+
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Say so on a line of its own, below the terminal's ^C."""
+        click.echo(f"\n{self.message}", file=file, err=file is None)
+
+
 class Unexpected(Failure):
     """Any other error: kvkeep's own bug, or something that nobody foresaw."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +48,23 @@ def test_every_option_is_explained_and_the_common_ones_are_there(name: str) -> N
     common -= {"--store"} if name in WITHOUT_STORE else set()
     common -= {"--json"} if name in WITHOUT_TABLE else set()
     assert common <= {o for p in params for o in p.opts}
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    os.mkfifo(trace)
+    with (
+        subprocess.Popen(
+            [sys.executable, "-m", "kvkeep.cli", "simulate", str(trace)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+        trace.open("w"),
+    ):  # opens once the command reads
+        process.send_signal(signal.SIGINT)
+        said, error = process.communicate(timeout=60)
+    assert (process.returncode, said, error) == (130, "", "\ninterrupted\n")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["doctor", "--help"]])
