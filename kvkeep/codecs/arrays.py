@@ -38,6 +38,7 @@ from kvkeep.codecs.base import (
     Scalar,
     State,
     entry,
+    is_a,
 )
 from kvkeep.errors import BatchCache, EmptyCache, MalformedCache
 
@@ -52,7 +53,7 @@ class Arrays(Codec):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is an ``ArraysCache``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "mlx_lm.models.cache", "ArraysCache")
 
     def describe(self, cache: Any) -> Description:
         """No offset, no floor and no rows."""

@@ -19,6 +19,7 @@ copies out and drops at once.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -230,6 +231,11 @@ class Composite(ABC):
     @abstractmethod
     def assemble(self, children: Sequence[Any], params: Mapping[str, Scalar]) -> Any:
         """A holder of ``children``. Raises ``MalformedCache`` where it cannot be."""
+
+
+def is_a(cache: object, module: str, name: str) -> bool:
+    """Whether the class of ``cache`` is exactly that one. Imports nothing: who has one, has it."""
+    return type(cache) is getattr(sys.modules.get(module), name, None)
 
 
 def itemsize(dtype: str) -> int:

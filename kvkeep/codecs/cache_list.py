@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvkeep.codecs.base import Composite, Scalar
+from kvkeep.codecs.base import Composite, Scalar, is_a
 from kvkeep.errors import MalformedCache
 
 
@@ -36,7 +36,7 @@ class CacheLists(Composite):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``CacheList``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "mlx_lm.models.cache", "CacheList")
 
     def children(self, cache: Any) -> tuple[Any, ...]:
         """The inner caches, in order. Raises ``MalformedCache`` where there are none."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvkeep.codecs.base import Composite, Scalar, entry
+from kvkeep.codecs.base import Composite, Scalar, entry, is_a
 from kvkeep.errors import BadScheme, MalformedCache
 
 _SIDES = {
@@ -48,7 +48,7 @@ class Delayed(Composite):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``DelayedKVCache``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "kvkeep.caches.delayed", "DelayedKVCache")
 
     def children(self, cache: Any) -> tuple[Any, ...]:
         """The storage of now. Raises ``MalformedCache`` where it is not one."""

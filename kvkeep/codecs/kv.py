@@ -42,6 +42,7 @@ from kvkeep.codecs.base import (
     check_planes,
     committed,
     grown,
+    is_a,
     row_spec,
 )
 
@@ -56,7 +57,7 @@ class KV(Codec):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``KVCache``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "mlx_lm.models.cache", "KVCache")
 
     def describe(self, cache: Any) -> Description:
         """Rows ``[0, offset)``, floor 0."""

@@ -46,6 +46,7 @@ from kvkeep.codecs.base import (
     committed,
     entry,
     grown,
+    is_a,
     row_spec,
     whole,
 )
@@ -61,7 +62,7 @@ class KVChunked(Codec):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``ChunkedKVCache``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "mlx_lm.models.cache", "ChunkedKVCache")
 
     def describe(self, cache: Any) -> Description:
         """Rows ``[start_position, offset)``; the floor is the first whose window is whole."""

@@ -44,6 +44,7 @@ from kvkeep.codecs.base import (
     committed,
     entry,
     grown,
+    is_a,
     packed_planes,
     packed_sides,
     recorded_boundary,
@@ -62,7 +63,7 @@ class KVChunkedQuant(Codec):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``ChunkedQuantizedKVCache``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "kvkeep.caches.chunked_quant", "ChunkedQuantizedKVCache")
 
     def describe(self, cache: Any) -> Description:
         """Rows ``[start_position, offset)``; the floor is that of the window or the boundary."""

@@ -48,6 +48,7 @@ from kvkeep.codecs.base import (
     Scalar,
     State,
     entry,
+    is_a,
     whole,
 )
 from kvkeep.errors import BatchCache, EmptyCache, MalformedCache
@@ -64,9 +65,8 @@ class KVCompressed(Codec):
     kind = "kv-compressed"
 
     def matches(self, cache: object) -> bool:
-        """Whether ``cache`` is a ``LayerCache``. Another model's cache does not import this one."""
-        found = type(cache)
-        return found.__module__ == "mlx_lm.models.deepseek_v41" and found is _cache_class()
+        """Whether ``cache`` is a ``LayerCache``."""
+        return is_a(cache, "mlx_lm.models.deepseek_v41", "LayerCache")
 
     def describe(self, cache: Any) -> Description:
         """The offset, which is also the floor; no rows."""

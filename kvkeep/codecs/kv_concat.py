@@ -40,6 +40,7 @@ from kvkeep.codecs.base import (
     Segment,
     check_planes,
     committed,
+    is_a,
     row_spec,
 )
 
@@ -54,7 +55,7 @@ class KVConcat(Codec):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``ConcatenateKVCache``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "mlx_lm.models.cache", "ConcatenateKVCache")
 
     def describe(self, cache: Any) -> Description:
         """Rows ``[0, offset)``, also after a trim; floor 0."""

@@ -41,6 +41,7 @@ from kvkeep.codecs.base import (
     check_planes,
     dtype_name,
     entry,
+    is_a,
     row_spec,
     whole,
 )
@@ -57,7 +58,7 @@ class KVPaged(Codec):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``PagedKVCache``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "kvkeep.caches.paged", "PagedKVCache")
 
     def describe(self, cache: Any) -> Description:
         """Rows ``[0, offset)``, floor 0."""

@@ -51,6 +51,7 @@ from kvkeep.codecs.base import (
     committed,
     entry,
     grown,
+    is_a,
     packed_planes,
     packed_sides,
     recorded_boundary,
@@ -72,12 +73,12 @@ class KVQuant(Codec):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``QuantizedKVCache``, or one of ours with a dense read."""
-        return type(cache) in (_cache_class(), _dense_class())
+        return _is_plain(cache) or is_a(cache, "kvkeep.caches.quantized", "DenseQuantizedKVCache")
 
     def describe(self, cache: Any) -> Description:
         """Rows ``[0, offset)``; the floor is the boundary."""
         offset = committed(cache)
-        dense = type(cache) is not _cache_class()
+        dense = not _is_plain(cache)
         bits = whole(cache, "packed_bits" if dense else "bits")
         group_size = whole(cache, "group_size")
         planes = packed_planes(cache)
@@ -131,6 +132,10 @@ class KVQuant(Codec):
         cache.offset = p
         setattr(cache, RECORD, recorded)
         return cache
+
+
+def _is_plain(cache: object) -> bool:
+    return is_a(cache, "mlx_lm.models.cache", "QuantizedKVCache")
 
 
 def _dense_class() -> Any:

@@ -68,6 +68,7 @@ from kvkeep.codecs.base import (
     committed,
     entry,
     grown,
+    is_a,
     recorded_floor,
     row_spec,
     whole,
@@ -85,7 +86,7 @@ class KVRotating(Codec):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``RotatingKVCache``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "mlx_lm.models.cache", "RotatingKVCache")
 
     def describe(self, cache: Any) -> Description:
         """The positions still held; the floor is the first whose window is whole."""

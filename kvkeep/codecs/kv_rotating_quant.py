@@ -47,6 +47,7 @@ from kvkeep.codecs.base import (
     committed,
     entry,
     grown,
+    is_a,
     packed_planes,
     packed_sides,
     recorded_boundary,
@@ -66,7 +67,7 @@ class KVRotatingQuant(Codec):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``RotatingQuantizedKVCache``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "kvkeep.caches.rotating_quant", "RotatingQuantizedKVCache")
 
     def describe(self, cache: Any) -> Description:
         """The positions still held; the floor is that of the ring, or the boundary above it."""

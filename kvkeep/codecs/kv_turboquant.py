@@ -47,6 +47,7 @@ from kvkeep.codecs.base import (
     dtype_name,
     entry,
     grown,
+    is_a,
     recorded_boundary,
     row_spec,
     whole,
@@ -68,7 +69,7 @@ class KVTurboQuant(Codec):
 
     def matches(self, cache: object) -> bool:
         """Whether ``cache`` is a ``TurboQuantKVCache``."""
-        return type(cache) is _cache_class()
+        return is_a(cache, "kvkeep.caches.turboquant", "TurboQuantKVCache")
 
     def describe(self, cache: Any) -> Description:
         """Rows ``[0, offset)``; the floor is the boundary."""
