@@ -11,7 +11,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self, TextIO
 
 from kvkeep.cli.units import clock
@@ -31,12 +30,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         """End the line, whatever happened."""
 
 
@@ -69,12 +63,7 @@ class Bar(Progress):
         self._stream.write("\r" + self._line(done, total, now - self._start))
         self._stream.flush()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         """End the line, whatever happened."""
         if self._drawn is not None:
             self._stream.write("\n")

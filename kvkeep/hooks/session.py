@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from kvkeep.errors import KvkeepError
@@ -169,12 +168,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         # After an error some layers may be ahead of others; the checkpoints are stored.
         if kind is None:
             self.end()

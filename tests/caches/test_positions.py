@@ -18,18 +18,13 @@ from kvkeep.caches.contract import Positioned
 from kvkeep.caches.positions import STEP, CompiledDecode, Traced, positions_of
 from kvkeep.errors import BadScheme, EmptyCache
 from tests import architectures
+from tests.caches.primed import PROMPT, bits, primed, run
 from tests.conformance import models
-
-PROMPT = (3, 1, 4, 1, 5, 9, 2)
 
 
 @pytest.fixture(scope="module")
 def model():
     return architectures.build("llama")
-
-
-def bits(array):
-    return np.array(array.view(mx.uint8))
 
 
 def assert_logits(found, expected):
@@ -40,18 +35,6 @@ def assert_logits(found, expected):
     else:
         found, expected = (np.array(x.astype(mx.float32)) for x in (found, expected))
         np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05)
-
-
-def run(model, caches, *rows):
-    logits = model(mx.array(rows), cache=caches)
-    mx.eval(logits, [cache.state for cache in caches])
-    return logits
-
-
-def primed(model, tokens=PROMPT):
-    caches = make_prompt_cache(model)
-    run(model, caches, tokens)
-    return caches
 
 
 def follow(model, caches, plain, count, rows=1):
@@ -92,7 +75,7 @@ def test_every_row_of_a_batch_has_its_own_position(model):
         [BatchKVCache.merge(layer) for layer in zip(*rows, strict=True)] for _ in range(2)
     )
     positions = positions_of(caches[0])
-    assert (positions.dtype, positions.tolist()) == (mx.int32, [7, 3, 5])
+    assert (positions.dtype, positions.tolist()) == (mx.int32, [len(PROMPT), 3, 5])
     assert follow(model, caches, plain, 5, rows=3) == 1
     for i in range(3):
         a, b = caches[0].extract(i), plain[0].extract(i)

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from kvkeep.caches.rounds import OPEN, Rounds
 from kvkeep.errors import BadRound
-from tests.caches.round_runs import (
+from tests.caches.primed import (
     PROMPT,
     WINDOW,
     assert_same,

@@ -27,7 +27,7 @@ from kvkeep.caches.round_parts import METHODS
 from kvkeep.caches.rounds import Rounds
 from kvkeep.caches.turboquant import TurboQuantKVCache
 from kvkeep.errors import BadRound
-from tests.caches.round_runs import (
+from tests.caches.primed import (
     assert_same,
     held,
 )

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
 import kvkeep
 from kvkeep.caches.rounds import OPEN, Rounds
 from kvkeep.errors import UncommittedRound
-from tests.caches.round_runs import (
+from tests.caches.primed import (
     PROMPT,
     PROMPTS,
     WINDOW,

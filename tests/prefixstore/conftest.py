@@ -15,6 +15,12 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
+def small(monkeypatch):
+    """Chunks of 16 tokens."""
+    monkeypatch.setattr("kvkeep.prefixstore.recipe.CHUNK_BYTES", 1)
+
+
+@pytest.fixture
 def raw(monkeypatch):
     """Nothing is compressed, so that the bytes of rows follow from how many there are."""
     monkeypatch.setattr("kvkeep.persistence.encoding.SMALLEST", 1 << 40)

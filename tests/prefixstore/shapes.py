@@ -45,6 +45,11 @@ def make(shape, tokens, prefill=None, boundary=None):
     return caches
 
 
+def space_of(store, shape="plain", **options):
+    """The space of a shape."""
+    return store.space(identity={"shape": shape}, layout=make(shape, ()), **options)
+
+
 def flat(caches):
     """The leaves of a cache list."""
     return [leaf for cache in caches for leaf in getattr(cache, "caches", [cache])]

@@ -26,10 +26,7 @@ NOT_CONTENT = {"quarantine", "events", "uses", "lru", "ages", "states", "fading"
 """Databases that a lookup may write to."""
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Chunks of 16 tokens."""
-    monkeypatch.setattr("kvkeep.prefixstore.recipe.CHUNK_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 @contextmanager

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import count, islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,27 +14,18 @@ from kvkeep.prefixstore.events import read_events
 from kvkeep.prefixstore.eviction import UnknownPolicy
 from kvkeep.prefixstore.records import unpack
 from tests.prefixstore.clock import SECOND
-from tests.prefixstore.shapes import make, problem
+from tests.prefixstore.processes import start, together
+from tests.prefixstore.shapes import make, problem, space_of
 
 LONG = list(range(320))
 BYTES = 2 * 2 * 2 * 16 * 2  # of a token: layers, planes, heads, width, bytes
 
 
-pytestmark = pytest.mark.usefixtures("raw")
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Chunks of 16 tokens."""
-    monkeypatch.setattr("kvkeep.prefixstore.recipe.CHUNK_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("raw", "small")
 
 
 def opened(path, budget="1GB", **options):
     return kvkeep.open(path, max_bytes=budget, disk_reserve=1, **options)
-
-
-def space_of(store, shape="plain", **options):
-    return store.space(identity={"shape": shape}, layout=make(shape, ()), **options)
 
 
 def keep(space, tokens, shape="plain"):
@@ -233,29 +221,8 @@ with kvkeep.open(path, disk_reserve=1) as store:
 def test_the_budget_holds_while_two_processes_write(tmp_path):
     path, budget = tmp_path / "store", 400 * BYTES
     opened(path, budget).close()
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning"),
-                *("-c", WRITER, str(path), str(first), str(budget)),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for first in (1, 7)
-    ]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in processes:
-        out, errors = process.communicate(timeout=90)
-        assert (process.returncode, errors) == (0, "")
-        assert int(out) == 25
+    stored = together(*(start(WRITER, path, first, budget) for first in (1, 7)))
+    assert list(map(int, stored)) == [25, 25]
     with opened(path, None) as store:
         assert recounted(store) == store.used_bytes <= budget
         assert not store.verify().problems

@@ -8,7 +8,7 @@ import kvkeep
 from kvkeep import Reason
 from kvkeep.prefixstore import writer
 from kvkeep.prefixstore.space import SHED
-from tests.prefixstore.shapes import make
+from tests.prefixstore.shapes import make, space_of
 
 TOKENS = list(range(40))
 
@@ -17,10 +17,6 @@ TOKENS = list(range(40))
 def store(tmp_path):
     with kvkeep.open(tmp_path / "store", max_bytes="1GB") as store:
         yield store
-
-
-def space_of(store, shape):
-    return store.space(identity={"shape": shape}, layout=make(shape, []))
 
 
 @pytest.mark.parametrize(("held", "rebuilt"), [(0, 30), (29, 30), (30, 0), (35, 0)])

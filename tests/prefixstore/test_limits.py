@@ -13,28 +13,18 @@ from kvkeep.prefixstore.identity import salt_digest
 from kvkeep.prefixstore.pins import NothingToPin, TooMuchPinned
 from kvkeep.prefixstore.tenants import read_tenant
 from tests.prefixstore.clock import SECOND
-from tests.prefixstore.shapes import make, problem
+from tests.prefixstore.shapes import make, problem, space_of
 
 BYTES = 512  # of a token in the file: half a chunk of 16 is its rows, the rest fills pages
 
 
-pytestmark = pytest.mark.usefixtures("raw")
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Chunks of 16 tokens."""
-    monkeypatch.setattr("kvkeep.prefixstore.recipe.CHUNK_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("raw", "small")
 
 
 @pytest.fixture
 def store(tmp_path):
     with kvkeep.open(tmp_path / "store", max_bytes=800 * BYTES, disk_reserve=1) as opened:
         yield opened
-
-
-def space_of(store, shape="plain", **options):
-    return store.space(identity={"shape": shape}, layout=make(shape, ()), **options)
 
 
 def numbered(number, length=64):

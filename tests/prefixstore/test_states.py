@@ -19,10 +19,7 @@ TOKENS = list(range(640))
 SHAPE = "recurrent"
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Chunks of 16 tokens."""
-    monkeypatch.setattr("kvkeep.prefixstore.recipe.CHUNK_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 @pytest.fixture

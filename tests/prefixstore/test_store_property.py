@@ -253,9 +253,8 @@ def cuttable(oracle, caches, length, boundary):
 
 
 @pytest.fixture
-def small(monkeypatch):
+def tight(small, monkeypatch):
     """Chunks of 16 tokens, and some snapshots that take more than one transaction."""
-    monkeypatch.setattr("kvkeep.prefixstore.recipe.CHUNK_BYTES", 1)
     monkeypatch.setattr("kvkeep.prefixstore.writer.ONE_TRANSACTION", 12_000)
 
 
@@ -272,7 +271,7 @@ def work(names, budget, steps):
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_the_store_answers_what_the_oracle_answers(shape, small):
+def test_the_store_answers_what_the_oracle_answers(shape, tight):
     seen.clear()
     names = sorted(SHAPES)
     other = names[names.index(shape) - 1]
