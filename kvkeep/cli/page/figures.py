@@ -125,10 +125,9 @@ def restores(points: Sequence[Restored]) -> Figure:
             )
     return _figure(
         traces,
-        x={"type": "log", "dtick": 1, "title": {"text": "tokens resumed"}},
+        x={**_decades([p.tokens for p in points]), "title": {"text": "tokens resumed"}},
         y={
-            "type": "log",
-            "dtick": 1,
+            **_decades([max(1000 * p.seconds, LEAST) for p in points]),
             "exponentformat": "none",
             "title": {"text": "milliseconds"},
         },
@@ -166,7 +165,12 @@ def stored(boxes: Sequence[Box]) -> Figure:
                     "cmin": 1,
                     "cmax": most,
                     "colorscale": [[0, "@low"], [1, "@high"]],
-                    "colorbar": {"title": {"text": "conversations"}, "thickness": 12},
+                    "colorbar": {
+                        "title": {"text": "conversations"},
+                        "thickness": 12,
+                        "tick0": 1,
+                        "dtick": max(1, (most - 1) // 5),
+                    },
                     "line": {"color": "@paper", "width": 1},
                 },
             }
@@ -191,6 +195,12 @@ def _times(slices: Sequence[Slice], width: int) -> dict[str, Any]:
     """The axis from the first slice to the end of the last."""
     ends = [moment(slices[0].start), moment(slices[-1].start + width)]
     return {"type": "date", "range": ends}
+
+
+def _decades(values: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis; where it spans few decades, what lies between is named as well."""
+    spread = max(values) / min(values) if values else 1.0
+    return {"type": "log", "dtick": 1 if spread >= 100 else "D2" if spread >= 10 else "D1"}
 
 
 def _shared(conversations: int) -> str:
