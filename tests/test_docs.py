@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import model_folders
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
@@ -27,6 +29,28 @@ def test_every_link_leads_somewhere(page):
             headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
             assert anchor[1:] in slugs, f"{target}{anchor}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/caches.md"])
+def test_the_first_example_runs_and_resumes(page, tmp_path, monkeypatch, capsys):
+    model = model_folders.write("llama", tmp_path / "model")
+    text = (ROOT / page).read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    program, named = re.subn(r'^path = ".*"', f"path = {str(model)!r}", text, flags=re.M)
+    program, ended = re.subn(r"(prompt_cache=caches)", r"\1, max_tokens=4", program)
+    assert (named, ended) == (1, 1)
+    if "@5000" in program:  # the tiny model's heads are narrower than 64
+        program = program.replace("affine:4:64@5000", "affine:4:32@5")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = [run(program)["hit"].offset for _ in range(2)]
+    assert found[0] == 0
+    assert found[1] > 5
+    assert (tmp_path / ".cache/kvkeep/store.json").exists()
+
+
+def run(program):
+    names = {}
+    exec(compile(program, "example", "exec"), names)  # noqa: S102
+    return names
 
 
 def test_the_readme_names_every_page():
