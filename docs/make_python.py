@@ -18,7 +18,9 @@ import kvkeep
 HEAD = """# The Python interface
 
 This page is written by `python docs/make_python.py docs/python.md` from the docstrings of what
-`kvkeep` exports. That, and nothing else, is the public interface.
+`kvkeep` exports. That is the public interface, with what [caches.md](caches.md) tells of
+`kvkeep.caches`. The [README](../README.md#five-minutes) and
+[examples/stream_generate.py](../examples/stream_generate.py) show how it is used.
 """
 
 
