@@ -53,7 +53,7 @@ GROUPS = ("space", "model", "kind", "reason", "hour")
     "html_file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write one page with charts to FILE, replacing it; needs kvkeep[html].",
+    help="Write one page with charts to FILE, replacing it; needs plotly.",
 )
 @options.common
 def command(

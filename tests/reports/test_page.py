@@ -302,6 +302,6 @@ def test_without_plotly_the_remedy_is_named(stores: dict[str, Path], tmp_path: P
     file = tmp_path / "page.html"
     done = subprocess.run([*command, "--html", str(file)], capture_output=True, text=True)
     assert done.returncode == 5
-    assert "pip install 'kvkeep[html]'" in done.stderr
+    assert "pip install plotly" in done.stderr
     assert not file.exists()
     assert subprocess.run(command, capture_output=True).returncode == 0

@@ -34,7 +34,7 @@ class ChartsMissing(KvkeepError):
     """The library that draws the charts is not installed."""
 
     exit_code = 5
-    remedy = "Install it: pip install 'kvkeep[html]'. The other forms of the report need nothing."
+    remedy = "Install it: pip install plotly. The other forms of the report need nothing."
 
 
 class PageNotWritten(KvkeepError):
