@@ -9,6 +9,7 @@ for models with recurrent layers or sliding windows.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -22,7 +23,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True, help="folder or hub id of an mlx-lm model")
     parser.add_argument("--prompt", required=True, help="the user's message")
-    parser.add_argument("--store", default="~/.cache/kvkeep", help="folder of the store")
+    folder = os.environ.get("KVKEEP_STORE", "~/.cache/kvkeep")
+    parser.add_argument("--store", default=folder, help=f"folder of the store (default: {folder})")
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
 

@@ -95,7 +95,9 @@ def command(
         loaded = choice.load()
         tokens = source.tokens(loaded.tokenizer)
         if len(tokens) < 2:
-            raise EmptyCache("A prompt of one token has nothing to resume", remedy="")
+            raise EmptyCache(
+                "A prompt of one token has nothing to resume", remedy="Name a longer one."
+            )
         space = choice.space(opened, loaded)
         done = take(space, loaded, choice, tokens)
     if not done.points:
