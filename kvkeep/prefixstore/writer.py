@@ -1,8 +1,8 @@
 """Write-behind: one bounded queue, one writer thread, bytes only.
 
-A snapshot goes through three steps. Room is made for all of it; its chunks are committed one
-by one, unseen, each durable as it goes; one last transaction publishes it. Small snapshots do
-all three in that last transaction. What a crash leaves unpublished is listed in ``pending``
+Room is made for all of a snapshot in its first transaction. Its chunks are committed one by one,
+unseen, each durable as it goes; the transaction of the last one publishes it. A small snapshot is
+one transaction. What a crash leaves unpublished is listed in ``pending``
 and freed by the next process that finds its writer gone.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgpack
@@ -33,7 +34,6 @@ from kvkeep.prefixstore.prepare import Prepared
 from kvkeep.prefixstore.publish import Chunk, Snapshot, Vanished, publish
 from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.receipt import Receipt
-from kvkeep.prefixstore.records import Stored
 from kvkeep.prefixstore.room import BUDGET, Room, budget_of
 from kvkeep.prefixstore.tokens import Tokens
 from kvkeep.prefixstore.trie import Path, walk
@@ -200,40 +200,34 @@ class Writer:
             return 0
         self._check_disk(prepared.nbytes)
         state = self._seal.submit(prepared.state.seal) if prepared.state is not None else None
-        if prepared.nbytes <= ONE_TRANSACTION:
-            sealed = list(self._sealed(prepared.rows))
-            last = state.result() if state is not None else None
-            with self._env.begin(write=True) as txn:
-                ledger = Ledger(txn)
-                self._make_room(ledger, prepared)
-                chunks = [_chunk(row, ledger.put_chunk(data)) for row, data in sealed]
-                return self._publish(ledger, prepared, chunks, last)
-        return self._write_large(prepared, state)
-
-    def _write_large(self, prepared: Prepared, state: Future[memoryview] | None) -> int:
+        sealed = self._sealed(prepared.rows)
+        # One to a transaction: LMDB then has the same memory again for the next.
+        alone = len(prepared.rows) - 1 if prepared.nbytes > ONE_TRANSACTION else 0
         job = secrets.randbits(64)
+        chunks: list[Chunk] = []
         try:
-            with self._env.begin(write=True) as txn:
-                ledger = Ledger(txn)
-                self._make_room(ledger, prepared)
-                ledger.settle()
-                txn.put("pending", layout.pair(job, 0), _pending(prepared.nbytes))
-            chunks = []
-            # One to a transaction: LMDB then has the same memory again for the next.
-            for row, data in self._sealed(prepared.rows):
+            for one in islice(sealed, max(0, alone)):
                 with self._env.begin(write=True) as txn:
                     ledger = Ledger(txn)
-                    chunks.append(_chunk(row, ledger.put_chunk(data)))
+                    if not chunks:
+                        self._make_room(ledger, prepared)
+                        txn.put("pending", layout.pair(job, 0), _pending(prepared.nbytes))
+                    chunks.append(_put(ledger, one))
                     ledger.settle()
                     txn.put("pending", layout.pair(job, chunks[-1].frame.id), _pending(0))
-            last = state.result() if state is not None else None
+            rest = list(sealed)
+            final = state.result() if state is not None else None
             with self._env.begin(write=True) as txn:
                 ledger = Ledger(txn)
+                if not chunks:
+                    self._make_room(ledger, prepared)
                 for key in list(txn.keys("pending", prefix=layout.u64(job))):
                     txn.delete("pending", key)
-                return self._publish(ledger, prepared, chunks, last)
+                every = [*chunks, *(_put(ledger, one) for one in rest)]
+                return self._publish(ledger, prepared, every, final)
         except BaseException:
-            self._abandon(job)
+            if chunks:
+                self._abandon(job)
             raise
 
     def _publish(
@@ -410,5 +404,6 @@ def _nothing() -> None:
     """Wakes the thread, so that it looks for what is to be done later."""
 
 
-def _chunk(row: RowDraft, frame: Stored) -> Chunk:
-    return Chunk(row.family, row.start, row.stop, frame)
+def _put(ledger: Ledger, sealed: tuple[RowDraft, Any]) -> Chunk:
+    row, data = sealed
+    return Chunk(row.family, row.start, row.stop, ledger.put_chunk(data))
