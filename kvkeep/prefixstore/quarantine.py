@@ -39,8 +39,11 @@ class Quarantine:
         if broken.newer or self._env.read_only:
             return
         log.warning("kvkeep: chunk %d is damaged and put aside: %s", broken.chunk, broken)
-        with suppress(StoreUnusable), self._env.begin(write=True) as txn:
-            quarantine(txn, broken.chunk, str(broken))
+        with suppress(StoreUnusable):
+            with self._env.begin(write=True) as txn:
+                quarantine(txn, broken.chunk, str(broken))
+            # From now on the store says it, until a repair that may give the number away again.
+            self._found -= {broken.chunk}
 
     def clear(self) -> None:
         """Forget what this process found, after a repair."""

@@ -15,6 +15,7 @@ from kvkeep import Reason
 from kvkeep.persistence.frame import CHECKED, HEAD, VERSION
 from kvkeep.prefixstore import layout, records
 from kvkeep.prefixstore.layout import DATABASES
+from kvkeep.prefixstore.repair import repair
 from tests.prefixstore import shapes
 from tests.prefixstore.shapes import make, problem
 
@@ -552,6 +553,21 @@ def test_a_store_that_may_only_be_read_serves_around_damage_and_changes_nothing(
             store.evict(to=0)
         assert [p.where for p in store.verify().problems] == [f"chunk {chunk}"]
         assert content(store) == before
+
+
+def test_what_another_process_repaired_is_not_shunned_for_its_number(tmp_path):
+    path, shape = tmp_path / "store", "plain"
+    with opened(path, shape) as (store, space):
+        for _ in range(2):  # the second one has the last number of all
+            assert space.snapshot(FIRST, make(shape, FIRST)).stored
+            *_, chunk = content(store)["chunks"]
+            put(store, "chunks", chunk, b"no frame")
+            check_hit(shape, FIRST, space.resume([*FIRST, 1]), 32, Reason.CORRUPT)
+        assert repair(store.env).damaged  # as `kvkeep verify --repair` does, beside this process
+        check_hit(shape, FIRST, space.resume([*FIRST, 1]), 32, Reason.ROWS_MISSING)
+        assert space.snapshot(FIRST, make(shape, FIRST)).stored
+        assert layout.u64(chunk_at(store, space, FIRST, 35)) == chunk
+        check_hit(shape, FIRST, space.resume([*FIRST, 1]), 40, Reason.FULL)
 
 
 def test_more_damage_than_one_lookup_steps_over_is_a_miss(tmp_path, monkeypatch):
