@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import runpy
 from pathlib import Path
@@ -12,7 +13,10 @@ from tests import model_folders
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#:]*)(#[^)]*)?\)")
+NAMED = re.compile(r"`((?:benchmarks|docs|examples|kvkeep|tests)/[\w./-]+)`")
+MODULE = re.compile(r"python -m ([\w.]+)")
+INVENTED = ("kvkeep/codecs/kv_window.py", "tests/codecs/test_kv_window.py", "tests/a.py")
 
 
 def test_the_python_page_is_what_the_docstrings_say():
@@ -23,12 +27,20 @@ def test_the_python_page_is_what_the_docstrings_say():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page):
     for target, anchor in LINK.findall(page.read_text("utf-8")):
-        file = (page.parent / target).resolve()
+        file = (page.parent / target).resolve() if target else page
         assert file.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
             assert anchor[1:] in slugs, f"{target}{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_and_program_that_is_named_exists(page):
+    text = page.read_text("utf-8")
+    named = [name for name in NAMED.findall(text) if name not in INVENTED]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert [name for name in MODULE.findall(text) if importlib.util.find_spec(name) is None] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/caches.md"])
