@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from kvkeep.cli.prompts import Source
 from kvkeep.cli.reasons import as_json as decision_json
 from kvkeep.cli.reasons import in_words
 from kvkeep.cli.stores import is_there
-from kvkeep.cli.units import count, duration
+from kvkeep.cli.units import count, counted, duration
 from kvkeep.errors import EXIT_MISS
 from kvkeep.prefixstore.sizes import format_size
 
@@ -108,7 +109,7 @@ def command(
             written = files.write(output, hit.caches, tokens[: hit.offset], choice.model)
         answer = Answer()
         if generate:
-            _generate(loaded, choice, hit, generate, started, answer)
+            _generate(loaded, choice, hit, generate, started, answer, shown=not as_json)
             space.measured(answer.read_tokens, answer.read_seconds)
         lines = _cold(len(tokens)) if cold else _facts(hit.decision, restored, answer)
         if answer.first_token is not None:
@@ -116,7 +117,7 @@ def command(
         if written is not None:
             lines.append(
                 f"Wrote {count(hit.offset)} tokens to {output}  {format_size(written)}; "
-                f"{count(len(hit.rest))} tokens of the prompt are left to read"
+                f"left to read of the prompt: {counted(len(hit.rest), 'token')}"
             )
         if missed:
             lines.append(other_spaces(opened.spaces(), space, hit.decision))
@@ -127,7 +128,6 @@ def command(
         emit(as_json, data, "\n".join(lines))
     else:
         note("\n".join(lines))
-        click.echo(answer.text)
     if missed:
         ctx.exit(EXIT_MISS)
 
@@ -147,15 +147,19 @@ def _generate(
     tokens: int,
     started: float,
     answer: Answer,
+    shown: bool,
 ) -> None:
-    """Read what is left of the prompt and answer it, greedily, as mlx-lm does."""
+    """Read what is left of the prompt and answer it, greedily, as mlx-lm does.
+
+    ``shown`` writes the answer to stdout as it comes.
+    """
     from mlx_lm import stream_generate
 
     caches = hit.caches if hit.caches is not None else loaded.new_caches()
     begun = time.perf_counter()
-    label = f"Reading {count(len(hit.rest))} tokens"
+    label = f"Reading {counted(len(hit.rest), 'token')}"
     with progress(label, lambda rate: f"{rate:,.0f} tok/s") as bar:
-        for part in stream_generate(
+        parts = stream_generate(
             loaded.model,
             loaded.tokenizer,
             hit.rest,
@@ -164,13 +168,18 @@ def _generate(
             prefill_step_size=choice.prefill_step,
             prompt_progress_callback=bar,
             **choice.quantization,
-        ):
-            if answer.first_token is None:
-                now = time.perf_counter()
-                answer.first_token = now - started
-                answer.read_tokens, answer.read_seconds = len(hit.rest), now - begun
-            answer.text += part.text
-            answer.tokens = part.generation_tokens
+        )
+        first = next(parts)
+    now = time.perf_counter()
+    answer.first_token = now - started
+    answer.read_tokens, answer.read_seconds = len(hit.rest), now - begun
+    for part in chain([first], parts):
+        answer.text += part.text
+        answer.tokens = part.generation_tokens
+        if shown:
+            click.echo(part.text, nl=False)
+    if shown:
+        click.echo()
 
 
 def _data(
@@ -204,4 +213,4 @@ def _facts(decision: Decision, restored: float, answer: Answer) -> list[str]:
 
 
 def _cold(tokens: int) -> list[str]:
-    return [f"Read all {count(tokens)} tokens, without the store"]
+    return [f"Read all {counted(tokens, 'token')}, without the store"]
