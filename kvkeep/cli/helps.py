@@ -29,7 +29,7 @@ def would_help(
     """
     stem, _, detail = reason.partition(":")
     if stem == "full":
-        varies = "what differs above belongs behind what is shared; up to there all was resumed"
+        varies = "nothing: all that is shared was resumed; what differs above is best put last"
         return varies if shown else ""
     if stem == "last_token":
         return ""

@@ -31,12 +31,12 @@ def as_json(decision: Decision) -> dict[str, Any]:
 
 
 def in_words(decision: Decision) -> list[str]:
-    """What kept the lookup from resuming more; empty where nothing more could be resumed."""
+    """What kept the lookup from resuming more; empty where nobody can tell."""
     said = []
-    if 0 < decision.matched < decision.prompt_tokens:
-        said.append(f"the prompts part at token {count(decision.matched)}")
-    elif decision.reason == "last_token" and decision.offset == 0:
+    if decision.reason == "last_token" or 0 < decision.offset == decision.prompt_tokens - 1:
         said.append("the model has to read at least one token")
+    elif 0 < decision.matched < decision.prompt_tokens:
+        said.append(f"the prompts part at token {count(decision.matched)}")
     sentence = _SENTENCES.get(str(decision.reason))
     if sentence:
         said.append(sentence.format(detail=decision.detail.replace(",", ", ").replace("_", " ")))

@@ -14,7 +14,7 @@ from kvkeep.cli.models import Choice
 from kvkeep.cli.output import emit
 from kvkeep.cli.progress import progress
 from kvkeep.cli.prompts import Source
-from kvkeep.cli.units import count, duration
+from kvkeep.cli.units import count, counted, duration
 from kvkeep.errors import EmptyCache, StoreUnusable
 from kvkeep.prefixstore.sizes import format_size
 
@@ -115,7 +115,9 @@ def take(space: Space, loaded: Loaded, choice: Choice, tokens: list[int]) -> Out
     caches = hit.caches if hit.caches is not None else loaded.new_caches()
     todo = prefix[hit.offset :]
     started = time.perf_counter()
-    with progress(f"Reading {count(len(todo))} tokens", lambda rate: f"{rate:,.0f} tok/s") as bar:
+    with progress(
+        f"Reading {counted(len(todo), 'token')}", lambda rate: f"{rate:,.0f} tok/s"
+    ) as bar:
         junction = None if choice.exact else junction_of(hit.decision, tokens)
         cuts = [junction - hit.offset] if junction is not None else []
         points = IntervalPoints(space, prefix, caches, hit.offset, bar, junction)
@@ -148,9 +150,9 @@ def _data(space: str, tokens: list[int], done: Outcome) -> dict[str, Any]:
 
 def _text(done: Outcome) -> str:
     lines = [
-        f"Read {count(done.read)} tokens in {duration(done.read_seconds)}"
+        f"Read {counted(done.read, 'token')} in {duration(done.read_seconds)}"
         + (f", {count(done.resumed)} resumed from the store" if done.resumed else ""),
-        f"Stored {count(done.offset)} tokens ({count(done.tokens_new)} new, "
+        f"Stored {counted(done.offset, 'token')} ({count(done.tokens_new)} new, "
         f"{count(done.offset - done.tokens_new)} already there)  "
         f"{format_size(done.bytes_written)} written in {duration(done.store_seconds)}",
     ]

@@ -86,6 +86,15 @@ def test_layers_that_need_them_get_resume_points_between_the_chunks(
     assert resumed["text"] == cold["text"]
 
 
+def test_a_repeated_prompt_is_not_said_to_part_from_itself(models, run: Run) -> None:
+    asked = ("--model", models("llama"), "--prompt", FIRST)
+    run("snapshot", *asked)
+    for command in ("restore", "why"):
+        said = run(command, *asked).stdout
+        assert "the model has to read at least one token" in said
+        assert "part at token" not in said
+
+
 def test_plain_caches_need_no_points_between(models, ask: Ask) -> None:
     asked = ("--model", models("llama"), "--prompt", FIRST, "--prefill-step", "64")
     assert ask("snapshot", *asked)["resume_points"] == [length(FIRST) - 1]
