@@ -12,7 +12,7 @@ import click
 
 from kvkeep.cli import options
 from kvkeep.cli.failures import Failure
-from kvkeep.prefixstore.sizes import parse_size
+from kvkeep.prefixstore.sizes import format_size, parse_size
 
 SPECULATIVE = ("--draft-model", "--num-draft-tokens")
 MEMORY = ("--prompt-cache-size", "--prompt-cache-bytes")
@@ -103,6 +103,8 @@ def command(
     check_version()
     settings = Settings(checkpoint_every, generation_checkpoints, exact, salt, flush_seconds)
     opened = open_store(store, max_bytes, disk_reserve=disk_reserve, durability=durability)
+    used, budget = format_size(opened.used_bytes), format_size(opened.max_bytes)
+    click.echo(f"kvkeep: the store is {opened.path}, {used} of {budget} in use", err=True)
     with stoppable():
         try:
             whole = serve(opened, settings, server_options)
