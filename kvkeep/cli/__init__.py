@@ -6,6 +6,7 @@ imports MLX, LMDB or a model only when it runs, so that ``kvkeep --help`` answer
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
@@ -52,6 +53,17 @@ class Commands(click.Group):
             return None
         command: click.Command = importlib.import_module(f"kvkeep.cli.{module}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that is named first; of a misspelt one, what may be meant."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            said = f"{error.message} Did you mean {near[0]!r}?" if near else error.message
+            raise click.UsageError(said, ctx) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; an error ends as one message and an exit code, or raised as it is."""

@@ -18,9 +18,8 @@ def plain(text: str) -> str:
 
 def coloured() -> bool:
     """Whether stdout is a terminal that may show colour (see https://no-color.org)."""
-    return (
-        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    )
+    terminal = sys.stdout is not None and sys.stdout.isatty()  # None where it is closed
+    return terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def bold(text: str) -> str:

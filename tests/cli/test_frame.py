@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from kvkeep import cli
 from kvkeep.cli import COMMANDS, main, options
 from kvkeep.errors import Damaged, KvkeepError, StoreFull
+from kvkeep.prefixstore.store import open_store
 
 HEAVY = ("mlx", "mlx_lm", "lmdb", "numpy", "transformers", "msgpack", "zstandard", "platformdirs")
 
@@ -48,6 +49,26 @@ def test_every_option_is_explained_and_the_common_ones_are_there(name: str) -> N
     common -= {"--store"} if name in WITHOUT_STORE else set()
     common -= {"--json"} if name in WITHOUT_TABLE else set()
     assert common <= {o for p in params for o in p.opts}
+
+
+def test_a_misspelt_command_is_told_which_may_be_meant() -> None:
+    result = CliRunner().invoke(main, ["reprot"])
+    assert result.exit_code == 2
+    assert "No such command 'reprot'. Did you mean 'report'?" in result.stderr
+    assert "Did you mean" not in CliRunner().invoke(main, ["xyz"]).stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
+    open_store(tmp_path / "store").close()
+    words = [sys.executable, "-m", "kvkeep.cli", "report", "--store", str(tmp_path / "store")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: The output cannot be written: No space left")
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *words]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
