@@ -34,7 +34,7 @@ def other_spaces(spaces: list[SpaceInfo], space: Space, decision: Decision) -> s
 
 
 def _cells(label: str, fields: dict[str, str], changed: tuple[str, ...]) -> tuple[str, ...]:
-    return (shortened(label), *(f"{name} {_short(fields.get(name, ''))}" for name in changed))
+    return (shortened(label), *(f"{name} {_short(fields.get(name) or 'none')}" for name in changed))
 
 
 def _short(value: str) -> str:

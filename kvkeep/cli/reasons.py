@@ -35,7 +35,7 @@ def in_words(decision: Decision) -> list[str]:
     said = []
     if decision.reason == "last_token" or 0 < decision.offset == decision.prompt_tokens - 1:
         said.append("the model has to read at least one token")
-    elif 0 < decision.matched < decision.prompt_tokens:
+    elif 0 < decision.matched < decision.prompt_tokens - 1:
         said.append(f"the prompts part at token {count(decision.matched)}")
     sentence = _SENTENCES.get(str(decision.reason))
     if sentence:

@@ -101,7 +101,7 @@ def test_plain_caches_need_no_points_between(models, ask: Ask) -> None:
 
 
 def test_a_quantized_cache_resumes_from_its_conversion_on(
-    models, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    models, ask: Ask, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests import architectures
 
@@ -117,6 +117,9 @@ def test_a_quantized_cache_resumes_from_its_conversion_on(
     assert (below["reason"], below["limits"][0]["kind"]) == ("below_floor", "kv-quant")
     plain = ask("restore", "--model", asked[1], "--prompt", FIRST, code=3)
     assert plain["reason"] == "space_changed:kv_scheme"
+    said = run("restore", "--model", asked[1], "--prompt", FIRST, code=3).stdout
+    assert "kv_scheme affine:8:32@100\n" in said
+    assert "kv_scheme none\n" in said
 
 
 def test_a_miss_is_told_and_has_its_exit_code(models, ask: Ask, run: Run) -> None:
