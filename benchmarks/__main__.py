@@ -85,10 +85,12 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:<13}{_summary(name)}" for name in MEASUREMENTS)
+    named = [name for name in MEASUREMENTS if name in sys.argv[1:]]
+    about = "".join(f"\n\n{importlib.import_module(f'benchmarks.{n}').__doc__}" for n in named)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
-        epilog=f"measurements:\n{listed}",
+        epilog=f"measurements (name one before --help for all about it):\n{listed}{about}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

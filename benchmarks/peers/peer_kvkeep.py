@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.peers._adapter import Adapter, Make
+
 DISTRIBUTION = "kvkeep"
 
 
@@ -14,16 +16,22 @@ def version() -> str:
     return __version__
 
 
-class Peer:
+class Peer(Adapter):
     """A store in the folder, and one space in it."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, make: Make) -> None:
         import kvkeep
         import kvkeep.persistence.pages  # as the other benchmarks, before the clock
 
         self._store = kvkeep.open(folder, max_bytes="8GB")
-        self._space: Any = self._store.space(identity={"benchmark": "rows of random bits"})
-        self.written = 0
+        identity = {"benchmark": "rows of random bits"}
+        self._space: Any = self._store.space(identity=identity, layout=make())
+
+    def begin(self, caches: list[Any]) -> None:
+        """Their history is known from here on, as its hooks do."""
+        from kvkeep.hooks.prefill import vouch
+
+        vouch(caches)
 
     def store(self, tokens: list[int], caches: list[Any]) -> None:
         """A snapshot; a thread writes it."""
@@ -31,8 +39,13 @@ class Peer:
 
     def settle(self) -> None:
         """Until the receipt says stored, which is durable."""
-        assert self._receipt.stored, self._receipt.reason
+        if not self._receipt.stored:
+            raise RuntimeError(self._receipt.reason)
         self.written = self._receipt.bytes_written
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
 
     def restore(self, prompt: list[int]) -> tuple[list[Any] | None, int]:
         """A resume, with every checksum verified."""

@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers._adapter import Adapter, Make, evaluate, shared_length, trimmed
+
 DISTRIBUTION = "mlx-lm"
 
 
-class Peer:
+class Peer(Adapter):
     """One file, with the tokens beside it; what differs is trimmed."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, make: Make) -> None:
         from mlx_lm.models import cache
 
         self._lib: Any = cache
@@ -24,17 +26,8 @@ class Peer:
         self._lib.save_prompt_cache(str(self._file), caches)
         self._tokens.write_text(json.dumps(tokens))
 
-    def settle(self) -> None:
-        """Nothing is left to do."""
-
-    def restore(self, prompt: list[int]) -> tuple[list[Any], int]:
+    def restore(self, prompt: list[int]) -> tuple[list[Any] | None, int]:
         """Load all of it, and trim."""
-        import mlx.core as mx
-
         stored = json.loads(self._tokens.read_text())
-        caches = self._lib.load_prompt_cache(str(self._file))
-        mx.eval([(cache.keys, cache.values) for cache in caches])
-        limit = min(len(prompt), len(stored))
-        shared = next((i for i in range(limit) if prompt[i] != stored[i]), limit)
-        self._lib.trim_prompt_cache(caches, len(stored) - shared)
-        return caches, shared
+        caches = evaluate(self._lib.load_prompt_cache(str(self._file)))
+        return trimmed(self._lib, caches, len(stored), shared_length(prompt, stored))
