@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.codecs.base import State, dtype_name
-from kvkeep.errors import Damaged, EmptyCache, NewerFormat, OffsetMismatch
+from kvkeep.errors import EmptyCache, OffsetMismatch
 from kvkeep.persistence.environment import Transaction
 from kvkeep.persistence.frame import Draft
 from kvkeep.persistence.memory import hosts, need_mlx
 from kvkeep.persistence.tensors import TensorSpec
 from kvkeep.prefixstore.copying import RowDraft, copy_rows
-from kvkeep.prefixstore.policy import Reason
 from kvkeep.prefixstore.publish import Snapshot
 from kvkeep.prefixstore.ranges import (
     Range,
@@ -33,7 +32,7 @@ from kvkeep.prefixstore.ranges import (
 )
 from kvkeep.prefixstore.recipe import Layer, Live, read_caches
 from kvkeep.prefixstore.tokens import Tokens, common_prefix
-from kvkeep.prefixstore.trie import Path, held_on, walk
+from kvkeep.prefixstore.trie import check_path, held_on, walk
 
 STATE_NAME = "{layer}/state/{name}"
 
@@ -91,7 +90,7 @@ def prepare(
     needs = _needs(live, states, offset)
 
     path = walk(txn, space, tokens)
-    _check_path(path)
+    check_path(path)
     known: dict[int, Ranges] = {}
     for held in held_on(txn, path, quarantined):
         if held.recipe_id == live.recipe.id:
@@ -117,20 +116,6 @@ def prepare(
         total(new),
         offset - total(new),
     )
-
-
-def _check_path(path: Path) -> None:
-    """A record that cannot be read stays where it is, and what is behind it out of reach."""
-    if path.fault is Reason.NEWER_FORMAT:
-        raise NewerFormat(
-            "A record on the stored path is of a newer kvkeep: nothing is stored behind it by "
-            "this one"
-        )
-    if path.fault is Reason.CORRUPT:
-        raise Damaged(
-            "A record on the stored path is damaged: nothing is stored behind it until "
-            "`kvkeep verify --repair` has removed it"
-        )
 
 
 def _needs(

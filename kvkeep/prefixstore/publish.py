@@ -15,7 +15,7 @@ from kvkeep.prefixstore.ranges import Ranges, clip, covers, merged, subtract
 from kvkeep.prefixstore.recipe import Recipe
 from kvkeep.prefixstore.records import Node, PointRecord, Stored, check_of, detach
 from kvkeep.prefixstore.tokens import Tokens
-from kvkeep.prefixstore.trie import Path, held_on, load_recipe, walk
+from kvkeep.prefixstore.trie import Path, check_path, held_on, load_recipe, walk
 
 
 class Vanished(Exception):
@@ -109,8 +109,7 @@ def _insert(ledger: Ledger, snapshot: Snapshot) -> tuple[dict[int, Node], dict[i
     """
     txn, tokens = ledger.txn, snapshot.tokens
     path = walk(txn, snapshot.space, tokens)
-    if path.broken is not None:
-        raise Vanished("the stored path has a damaged or newer record in it")
+    check_path(path)
     nodes, returned = [detach(node) for node in path.nodes], False
     stored = {node.start: node for node in nodes}
     if path.matched < len(tokens):

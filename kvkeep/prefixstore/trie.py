@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kvkeep.errors import CorruptFrame, NewerFormat
+from kvkeep.errors import CorruptFrame, Damaged, NewerFormat
 from kvkeep.persistence.environment import Transaction
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.policy import Aside, Candidate, Group, Point, Reason
@@ -128,6 +128,23 @@ def _recipe(data: bytes, recipe_id: bytes) -> Recipe | None:
     except (NewerFormat, CorruptFrame):
         return None
     return recipe if usable else None
+
+
+def check_path(path: Path) -> None:
+    """Raise ``Damaged`` or ``NewerFormat`` where nothing can be stored behind ``path``.
+
+    A record that cannot be read stays where it is, and what is behind it is out of reach.
+    """
+    if path.fault is Reason.NEWER_FORMAT:
+        raise NewerFormat(
+            "A record on the stored path is of a newer kvkeep: nothing is stored behind it by "
+            "this one"
+        )
+    if path.fault is Reason.CORRUPT:
+        raise Damaged(
+            "A record on the stored path is damaged: nothing is stored behind it until "
+            "`kvkeep verify --repair` has removed it"
+        )
 
 
 def held_on(txn: Transaction, path: Path, quarantined: Container[int]) -> list[Held]:

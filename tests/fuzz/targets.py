@@ -44,6 +44,7 @@ from kvkeep.prefixstore.records import Node, PointRecord
 from kvkeep.prefixstore.restore import BrokenChunk, rebuild
 from kvkeep.prefixstore.totals import Totals
 from kvkeep.prefixstore.trie import facts_of, walk
+from tests.persistence import make_golden
 
 MOST_MEMORY = 512 << 20
 """What one input may add to the largest size that this process ever had. Nested msgpack arrays
@@ -94,15 +95,17 @@ def _frame(data: bytes) -> None:
 
 def _sealed_frame(data: bytes) -> None:
     """Header and payload as they come, behind lengths and a checksum that are right."""
+    with suppress(CorruptFrame):
+        _frame(as_frame(data, 1))
     _frame(as_frame(data))
 
 
-def as_frame(data: bytes) -> bytes:
+def as_frame(data: bytes, version: int = VERSION) -> bytes:
     """A frame around a header, whose length is in the first two bytes, and a payload."""
     size = min(int.from_bytes(data[:2], "little"), len(data[2:]))
     header, payload = data[2 : 2 + size], data[2 + size :]
     padding = bytes(-(HEAD.size + len(header)) % 64)
-    head = HEAD.pack(MAGIC, VERSION, 0, len(header), 0, len(payload), 0)[:24]
+    head = HEAD.pack(MAGIC, version, 0, len(header), 0, len(payload), 0)[:24]
     rest = header + padding + payload
     return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head + rest)) + rest
 
@@ -113,7 +116,8 @@ def _frame_seeds() -> list[bytes]:
 
 def _sealed_frame_seeds() -> list[bytes]:
     out = []
-    for frame in _frame_seeds():
+    first = [(make_golden.FOLDER / f"{name}.kvkf").read_bytes() for name in ("raw", "compressed")]
+    for frame in [*_frame_seeds(), *first]:
         size = HEAD.unpack_from(frame)[3]
         start = -(-(HEAD.size + size) // 64) * 64
         out.append(struct.pack("<H", size) + frame[HEAD.size : HEAD.size + size] + frame[start:])
