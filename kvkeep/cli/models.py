@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.errors import KvkeepError, Refused
 from kvkeep.hooks.unloadable import unusable
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.space import Space
     from kvkeep.prefixstore.store import Store
+
+
+class NotQuantizable(Refused):
+    """The size of a head is no whole number of groups."""
+
+    remedy = "Choose another --kv-group-size, which divides the size of a head; or no --kv-bits."
+
+
+class UnknownToken(KvkeepError):
+    """A prompt holds a token id that the model has no embedding for."""
+
+    exit_code = 2
+    remedy = "Name ids that the tokenizer of this model made."
 
 
 @dataclass(frozen=True)
@@ -26,6 +41,19 @@ class Loaded:
 
         caches: list[Any] = make_prompt_cache(self.model)
         return caches
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raise ``UnknownToken`` for an id that would be read from beyond the embeddings."""
+        args = getattr(self.model, "args", None)
+        inner = getattr(args, "text_config", None)
+        size = getattr(args, "vocab_size", None)
+        if size is None and isinstance(inner, dict):
+            size = inner.get("vocab_size")
+        if not isinstance(size, int):
+            return
+        unknown = next((token for token in tokens if not 0 <= token < size), None)
+        if unknown is not None:
+            raise UnknownToken(f"The prompt has the token {unknown}; the model has 0 to {size - 1}")
 
 
 @dataclass(frozen=True)
@@ -47,6 +75,18 @@ class Choice:
         if self.kv_bits is None:
             return None
         return f"affine:{self.kv_bits}:{self.kv_group_size}@{self.quantized_kv_start}"
+
+    @contextmanager
+    def quantizing(self) -> Iterator[None]:
+        """Run the model; raises ``NotQuantizable`` where its heads do not fit ``--kv-bits``."""
+        try:
+            yield
+        except ValueError as error:
+            if self.kv_bits is None or "[quantize]" not in str(error):
+                raise
+            raise NotQuantizable(
+                f"The caches of {self.model} cannot be quantized in groups of {self.kv_group_size}"
+            ) from error
 
     @property
     def quantization(self) -> dict[str, Any]:

@@ -183,9 +183,9 @@ def _model(function: Callable[..., Any], *, required: bool) -> Callable[..., Any
         ),
         click.option(
             "--kv-group-size",
-            type=int,
-            default=64,
-            metavar="N",
+            type=click.Choice(["32", "64", "128"]),
+            callback=parsed(int),
+            default="64",
             show_default=True,
             help="Values that share a scale in a quantized cache.",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Source:
         if self.chat is not None:
             messages = parse_chat(_read(self.chat), str(self.chat))
             return _templated(tokenizer, messages, continued)
-        text = self.prompt if self.prompt is not None else _read(self.prompt_file or Path("-"))
+        text = _argument(self.prompt) if self.prompt is not None else _read(self.prompt_file)
         if not self.raw and tokenizer.has_chat_template:
             return _templated(tokenizer, [{"role": "user", "content": text}], continued)
         return _filled(list(tokenizer.encode(text)))
@@ -59,6 +60,8 @@ def parse_ids(text: str, name: str) -> list[int]:
     except (ValueError, TypeError) as error:
         problem = f"{name} is neither a JSON list nor integers: {error}"
         raise PromptUnreadable(problem, remedy=remedy) from error
+    if any(not -(1 << 63) <= x < 1 << 63 for x in ids):
+        raise PromptUnreadable(f"{name} holds integers that do not fit 64 bits", remedy=remedy)
     if len(ids) != len(found):
         raise PromptUnreadable(f"{name} holds values that are not integers", remedy=remedy)
     return _filled(ids)
@@ -83,7 +86,13 @@ def _templated(tokenizer: Any, messages: list[dict[str, Any]], continued: bool) 
     ending = {"add_generation_prompt": not continued}
     if continued:
         ending["continue_final_message"] = True
-    ids = tokenizer.apply_chat_template(messages, **ending)
+    try:
+        ids = tokenizer.apply_chat_template(messages, **ending)
+    except Exception as error:  # a template is a program, and says in its own way what it lacks
+        raise PromptUnreadable(
+            f"The chat template of the model cannot write this prompt: {error}",
+            remedy="Look at the messages' roles and contents; --raw leaves the template out.",
+        ) from error
     return _filled(list(ids))
 
 
@@ -93,8 +102,19 @@ def _filled(ids: list[int]) -> list[int]:
     return ids
 
 
-def _read(path: Path) -> str:
+def _read(path: Path | None) -> str:
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        if path is None or str(path) == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise PromptUnreadable(f"{path} is not text in UTF-8", remedy="Convert it.") from error
+        name = "stdin" if path is None or str(path) == "-" else path
+        raise PromptUnreadable(f"{name} is not text in UTF-8", remedy="Convert it.") from error
+
+
+def _argument(text: str) -> str:
+    """An argument as UTF-8, whatever the locale took it for."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError as error:
+        raise PromptUnreadable("--prompt is not text in UTF-8", remedy="Convert it.") from error

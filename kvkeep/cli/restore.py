@@ -109,6 +109,7 @@ def command(
             written = files.write(output, hit.caches, tokens[: hit.offset], choice.model)
         answer = Answer()
         if generate:
+            loaded.check(tokens)
             _generate(loaded, choice, hit, generate, started, answer, shown=not as_json)
             space.measured(answer.read_tokens, answer.read_seconds)
         lines = _cold(len(tokens)) if cold else _facts(hit.decision, restored, answer)
@@ -169,7 +170,8 @@ def _generate(
             prompt_progress_callback=bar,
             **choice.quantization,
         )
-        first = next(parts)
+        with choice.quantizing():
+            first = next(parts)
     now = time.perf_counter()
     answer.first_token = now - started
     answer.read_tokens, answer.read_seconds = len(hit.rest), now - begun

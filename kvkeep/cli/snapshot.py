@@ -98,6 +98,13 @@ def command(
             raise EmptyCache(
                 "A prompt of one token has nothing to resume", remedy="Name a longer one."
             )
+        if choice.exact and len(tokens) <= choice.prefill_step:
+            raise EmptyCache(
+                f"--exact stores whole prefill steps of {count(choice.prefill_step)} tokens, and "
+                f"one below the end of this prompt are {count(len(tokens) - 1)}",
+                remedy="Name a longer prompt or a smaller --prefill-step, or leave --exact out.",
+            )
+        loaded.check(tokens)
         space = choice.space(opened, loaded)
         done = take(space, loaded, choice, tokens)
     if not done.points:
@@ -122,7 +129,10 @@ def take(space: Space, loaded: Loaded, choice: Choice, tokens: list[int]) -> Out
         cuts = [junction - hit.offset] if junction is not None else []
         points = IntervalPoints(space, prefix, caches, hit.offset, bar, junction)
         step, quantization = choice.prefill_step, choice.quantization
-        prefill(loaded.model, todo, caches, step=step, progress=points, cuts=cuts, **quantization)
+        with choice.quantizing():
+            prefill(
+                loaded.model, todo, caches, step=step, progress=points, cuts=cuts, **quantization
+            )
     read = time.perf_counter()
     end = len(prefix) // step * step if choice.exact else len(prefix)
     receipts = [*points.receipts, (end, space.snapshot(prefix, caches, request=hit.request))]

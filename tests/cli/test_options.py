@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +105,9 @@ def test_chats_and_ids_are_read_from_files(tmp_path: Path) -> None:
     assert Source(tokens_file=ids).tokens(Words()) == [5, -6, 7]
 
 
-@pytest.mark.parametrize("text", ["[1, 2.5]", "[true]", "[[1]]", '["x"]', "[1", "1 x", "1.5"])
+@pytest.mark.parametrize(
+    "text", ["[1, 2.5]", "[true]", "[[1]]", '["x"]', "[1", "1 x", "1.5", "9" * 19]
+)
 def test_ids_that_are_no_integers_are_refused(text: str) -> None:
     with pytest.raises(PromptUnreadable, match="Write"):
         parse_ids(text, "f")
@@ -111,6 +117,45 @@ def test_ids_that_are_no_integers_are_refused(text: str) -> None:
 def test_chats_that_are_no_messages_are_refused(text: str) -> None:
     with pytest.raises(PromptUnreadable, match="f "):
         parse_chat(text, "f")
+
+
+def test_what_a_template_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+    chat = tmp_path / "chat.json"
+    chat.write_text('[{"role": "user"}]')
+    with pytest.raises(PromptUnreadable, match=r"cannot write this prompt: 'content'\n.*--raw"):
+        Source(chat=chat).tokens(Words())
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_text_is_utf_8_whatever_the_locale(env: dict[str, str]) -> None:
+    program = (
+        "import sys; from pathlib import Path; from kvkeep.cli.prompts import Source\n"
+        "class Letters:\n"
+        "    has_chat_template = False\n"
+        "    def encode(self, text): return [ord(c) for c in text]\n"
+        "print(Source(sys.argv[1]).tokens(Letters()), "
+        "Source(prompt_file=Path('-')).tokens(Letters()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "ü港"],
+        input="«é".encode(),
+        capture_output=True,
+        env={**os.environ, **env},
+        check=True,
+    )
+    assert done.stdout.decode().split("\n")[0] == f"{[*map(ord, 'ü港')]} {[*map(ord, '«é')]}"
+
+
+def test_bytes_that_are_no_text_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\x00")))
+    for source, name in (
+        (Source("a\udcffb"), "--prompt"),
+        (Source(prompt_file=Path("-")), "stdin"),
+    ):
+        with pytest.raises(PromptUnreadable, match=f"{name} is not text in UTF-8"):
+            source.tokens(Words())
 
 
 def test_empty_and_unreadable_prompts_are_refused(tmp_path: Path) -> None:

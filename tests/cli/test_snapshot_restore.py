@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from kvkeep.cli.models import NotQuantizable, UnknownToken
 from kvkeep.cli.snapshot import NotStored
 from kvkeep.errors import EmptyCache
 from tests.cli.conftest import Ask, Run
@@ -206,6 +208,29 @@ def test_exact_mode_resumes_whole_steps_and_answers_as_a_cold_run(
     assert other["reason"] == "space_changed:plan"
 
 
-def test_exact_mode_stores_nothing_of_a_prompt_below_one_step(models, run: Run) -> None:
-    with pytest.raises(NotStored, match="no whole prefill step"):
+def test_exact_mode_reads_nothing_of_a_prompt_below_one_step(models, run: Run) -> None:
+    with pytest.raises(EmptyCache, match=r"whole prefill steps of 2,048 .*\n.*--prefill-step"):
         run("snapshot", "--model", models("llama"), "--exact", "--prompt", FIRST)
+
+
+def test_ids_that_the_model_does_not_have_are_not_read(
+    models, tmp_path: Path, ask: Ask, run: Run
+) -> None:
+    ids = tmp_path / "ids"
+    size = json.loads(Path(models("llama"), "config.json").read_text())["vocab_size"]
+    asked = ("--model", models("llama"), "--tokens-file", str(ids))
+    for bad in (size, -1):
+        ids.write_text(f"1 2 {bad}")
+        for command in (["snapshot"], ["restore", "--generate", "1"]):
+            with pytest.raises(UnknownToken, match=f"token {bad}; the model has 0 to {size - 1}"):
+                run(*command, *asked)
+    ids.write_text(f"1 2 {size - 1}")
+    assert ask("snapshot", *asked)["offset"] == 2
+
+
+def test_groups_that_do_not_fit_a_head_are_refused_in_words(models, run: Run) -> None:
+    scheme = ("--kv-bits", "4", "--kv-group-size", "128", "--quantized-kv-start", "0")
+    with pytest.raises(NotQuantizable, match="in groups of 128\n"):
+        run("snapshot", "--model", models("llama"), *scheme, "--prompt", FIRST)
+    with pytest.raises(NotQuantizable):
+        run("restore", "--model", models("llama"), *scheme, "--prompt", FIRST, "--generate", "1")
