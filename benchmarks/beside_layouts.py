@@ -71,7 +71,7 @@ def report(result: Result, found: dict[str, list[Answer]], quick: bool) -> None:
             verdicts = [verdict(answer[layout], whole) for answer in every]
             exact = sum(word == EXACT for word, _ in verdicts)
             result.line(f"{layout}, exact of {len(every)}: {name}", [float(exact)], "")
-            word, why = verdicts[-1]
+            word, why = next((v for v in verdicts if v[0] != EXACT), verdicts[-1])
             if word != EXACT or why:
                 result.notes.append(f"{layout}, {name}: {word}{why and f' ({_short(why)})'}.")
 

@@ -73,17 +73,6 @@ def step(bench: Bench, way: Way) -> Step:
 
 def report(result: Result, found: dict[str, list[Answer]], _: bool) -> None:
     """The lines of the plain cache, for the ways that did not fail."""
-    for label, key, unit in (
-        ("with room, store: caller", "caller", "s"),
-        ("with room, copied by next token", "copied", ""),
-    ):
-        for name, every in found.items():
-            result.line(f"{label}: {name}", [a["held"][key] for a in every], unit)
-    result.notes.append(
-        f"With room: {HELD} tokens, {LARGE.nbytes(HELD) // MIB} MiB, in buffers for 512, as caches "
-        "nearly always have; the share of layers that the next token copies since the store still "
-        "holds them. The buffers of the large cache are exactly full."
-    )
     for label, step, key, scale, unit in COLUMNS:
         for name, every in found.items():
             some = [a[step] for a in every if a[step] and (a["warm"]["offset"] or step == "store")]
@@ -99,6 +88,21 @@ def report(result: Result, found: dict[str, list[Answer]], _: bool) -> None:
         if damaged:
             served = sum(answer["wrong"] for answer in damaged)
             result.line(f"a flipped byte was served: {name}", [float(served)], "")
+    _report_room(result, found)
+
+
+def _report_room(result: Result, found: dict[str, list[Answer]]) -> None:
+    for label, key, unit in (
+        ("room: caller", "caller", "s"),
+        ("room: next token copies", "copied", ""),
+    ):
+        for name, every in found.items():
+            result.line(f"{label}: {name}", [a["held"][key] for a in every], unit)
+    result.notes.append(
+        f"With room: {HELD} tokens, {LARGE.nbytes(HELD) // MIB} MiB, in buffers for 512, as caches "
+        "nearly always have; the share of layers that the next token copies since the store still "
+        "holds them. The buffers of the large cache are exactly full."
+    )
 
 
 def _each(folder: Path, act: Callable[[Path], Any]) -> None:

@@ -59,12 +59,12 @@ class Way:
 
         def guarded(number: int) -> Answer:
             try:
-                answer = take(number)
-            except StepFailed as error:
+                return take(number)
+            except Exception as error:
                 if self.own:
                     raise
-                answer = {"failed": str(error).strip().splitlines()[-1]}
-            return answer
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                return {"failed": lines[-1]}
 
         return guarded
 

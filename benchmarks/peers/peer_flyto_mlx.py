@@ -31,8 +31,9 @@ class Peer(Adapter):
 
         config = ModelCacheConfig.from_cache_list(caches, model_name="bench")
         table = self._cache.store_cache("store", tokens, states(caches), config)
-        if table is None or table.num_tokens < len(tokens) // BLOCK * BLOCK:
-            raise RuntimeError(f"{table and table.num_tokens} of {len(tokens)} tokens taken")
+        taken = table.num_tokens if table else 0
+        if taken < len(tokens) // BLOCK * BLOCK:
+            raise RuntimeError(f"{taken} of {len(tokens)} tokens taken")
 
     def settle(self) -> None:
         """Closing waits for the writer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import mlx.core as mx
@@ -12,6 +13,8 @@ from benchmarks.beside_damage import flip
 from benchmarks.beside_ways import OWN, Way
 from benchmarks.harness import StepFailed
 from benchmarks.layouts import CHUNK, LAYOUTS
+from benchmarks.peers import peer_mlx_lm, plain_steps
+from benchmarks.peers._adapter import Adapter
 from benchmarks.peers.kinds import difference, extend, in_classes
 from benchmarks.rows import Shape
 
@@ -29,6 +32,9 @@ def test_a_plain_cache_goes_through_every_step(way, tmp_path):
     stored = way.run("store", **common)
     assert 0 < stored["caller"] <= stored["settled"] <= stored["durable"]
     assert stored["bytes"] >= SMALL.nbytes(COUNT)
+    held = way.run("held", **{**common, "folder": str(tmp_path / "held")})
+    assert held["copied"] == 0
+    shutil.rmtree(tmp_path / "held")
     whole = way.run("restore", **common)
     assert (whole["offset"], whole["compared"]) == (COUNT, SMALL.nbytes(COUNT))
     part = way.run("restore", **common, shared=200)
@@ -70,6 +76,26 @@ def test_a_peer_that_fails_says_why_and_our_own_ends_the_run():
         own.guarded(lambda _: own.run("version"))(0)
     with peer.crowd(1) as act, pytest.raises(StepFailed, match="crowd"):
         act("crowd-ready", [{"number": 0, "shape": SMALL.json(), "count": 1}])
+
+
+class Holds(Adapter):
+    """A store that keeps the caller's arrays, as some peers do until they are written."""
+
+    def __init__(self, folder, make):
+        self.kept = []
+
+    def store(self, tokens, caches):
+        self.kept = [cache.keys[:, :, : cache.offset] for cache in caches]
+        mx.eval(self.kept)
+
+    def restore(self, prompt):
+        return None, 0
+
+
+def test_a_store_that_holds_the_buffers_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(peer_mlx_lm, "Peer", Holds)
+    answer = plain_steps.held("peer_mlx_lm", str(tmp_path), SMALL.json(), COUNT)
+    assert answer["copied"] == 1
 
 
 @pytest.mark.parametrize("layout", ["kv-quant", "sliding", "hybrid", "latent"])
