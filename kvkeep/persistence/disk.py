@@ -1,15 +1,21 @@
-"""How a disk is best read through a map, and how bytes on it are overwritten."""
+"""How a disk is best read through a map and written to, and how bytes on it are overwritten."""
 
 from __future__ import annotations
 
+import ctypes
 import os
-from functools import lru_cache
+import sys
+from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
 
 ZEROS = 1 << 20
 MANY = 8
 FAR_AHEAD = 2 << 10
 """KiB of the kernel's own read-ahead from which it alone keeps the disk busy."""
+
+KEEP_SIZE = 1
+"""Linux's flag of ``fallocate``: blocks are found, and the file is as long as before."""
 
 
 @lru_cache(maxsize=64)
@@ -38,6 +44,38 @@ def _read_ahead(folder: Path) -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+def reserve(file: Path, start: int, length: int) -> None:
+    """Have the file system find blocks for what will be written there; a hint, never an error.
+
+    Found at once they are found faster than page by page, and a flush has less to write down.
+    The file does not grow by it. Linux alone has the call.
+    """
+    call = _fallocate()
+    if call is None:
+        return
+    try:
+        fd = os.open(file, os.O_WRONLY)
+    except OSError:
+        return
+    try:
+        call(fd, KEEP_SIZE, start, length)
+    finally:
+        os.close(fd)
+
+
+@cache
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    if not sys.platform.startswith("linux") or sys.maxsize < 1 << 32:
+        return None
+    try:
+        function = ctypes.CDLL(None).fallocate
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    function.restype = ctypes.c_int
+    return function
 
 
 def overwrite(fd: int, start: int, length: int) -> None:

@@ -24,7 +24,7 @@ import lmdb
 
 from kvkeep.errors import StoreClosed, StoreReadOnly, StoreUnusable
 from kvkeep.persistence import unsynced
-from kvkeep.persistence.disk import overwrite, parallel_reads
+from kvkeep.persistence.disk import overwrite, parallel_reads, reserve
 from kvkeep.persistence.lmdb_errors import translate, translate_opening, translated
 from kvkeep.persistence.opening import DATA_FILE, Flags
 from kvkeep.persistence.shared import acquire, identity, release
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     _Inner = lmdb.Transaction[memoryview]
 
 CHECK_TRIES = 20
+LARGE = 1 << 20
+"""Bytes of a value that the file most likely grows for."""
+
+PAGES_BESIDE = 64 << 10
+"""Bytes of the pages that a transaction writes beside a large value."""
 
 
 class Environment:
@@ -131,9 +136,10 @@ class Environment:
                     # A killed reader's slot would keep every page from being used again.
                     env.reader_check()
                 inner = env.begin(write=write, buffers=True)
+                end = (env.info()["last_pgno"] + 1) * env.stat()["psize"] if write else None
             except lmdb.Error as error:
                 raise translate(error, self.folder) from error
-            txn = Transaction(inner, self._shared.databases, self.folder, write)
+            txn = Transaction(inner, self._shared.databases, self.folder, end)
             try:
                 yield txn
             except BaseException:
@@ -236,11 +242,14 @@ class Transaction:
     read from by several threads at once.
     """
 
-    def __init__(self, inner: _Inner, databases: dict[str, Any], folder: Path, write: bool) -> None:
+    def __init__(
+        self, inner: _Inner, databases: dict[str, Any], folder: Path, end: int | None
+    ) -> None:
         self._inner: _Inner | None = inner
         self._databases = databases
         self._folder = folder
-        self._write = write
+        self._end = end
+        """To write: where the file grows from, or has blocks to."""
         self._ready: set[str] = set()
         self._lock = threading.Lock()
 
@@ -255,6 +264,10 @@ class Transaction:
     def put(self, database: str, key: Any, value: Any, *, append: bool = False) -> None:
         """Write ``value``, replacing another. ``append``: the key is most likely the highest."""
         txn, db = self._use(database)
+        if len(value) >= LARGE and self._end is not None:
+            more = len(value) + PAGES_BESIDE
+            reserve(self._folder / DATA_FILE, self._end, more)
+            self._end += more
         try:
             if not append or not txn.put(key, value, db=db, append=True):
                 txn.put(key, value, db=db)
@@ -316,7 +329,7 @@ class Transaction:
                     if not key.startswith(prefix):
                         return
                     value = cursor.value() if values else _NOTHING
-                    yield key, memoryview(bytes(value)) if self._write else value
+                    yield key, memoryview(bytes(value)) if self._end is not None else value
                     found = cursor.next()
         except lmdb.Error as error:
             raise translate(error, self._folder) from error

@@ -37,3 +37,17 @@ def test_what_linux_tells_is_a_number_of_kib() -> None:
     files = list(Path("/sys/class/bdi").glob("*/read_ahead_kb"))
     told = disk._read_ahead(Path.cwd())
     assert told is None or told in {int(file.read_text()) for file in files}
+
+
+def test_reserved_blocks_change_neither_the_size_nor_a_byte(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 5000)
+    before = file.stat().st_blocks
+    disk.reserve(file, 4096, 1 << 20)
+    assert file.read_bytes() == b"x" * 5000
+    if sys.platform == "linux":
+        assert file.stat().st_blocks - before >= (1 << 20) // 512 - 8
+    # A hint: what cannot be had is left out.
+    disk.reserve(tmp_path / "missing", 0, 1 << 20)
+    disk.reserve(file, -1, 1 << 20)
+    assert file.read_bytes() == b"x" * 5000

@@ -18,7 +18,7 @@ from kvkeep.errors import (
     StoreReadOnly,
     StoreUnusable,
 )
-from kvkeep.persistence.environment import Environment, free_bytes
+from kvkeep.persistence.environment import LARGE, PAGES_BESIDE, Environment, free_bytes
 from kvkeep.persistence.lmdb_errors import translate
 
 MIB = 1 << 20
@@ -33,7 +33,7 @@ def script(body: str, *args: object) -> str:
     """What a fresh process with ``env`` open on the first argument prints."""
     head = (
         "import os, sys, signal, threading\n"
-        "from kvkeep.persistence.environment import Environment\n"
+        "from kvkeep.persistence.environment import LARGE, PAGES_BESIDE, Environment\n"
         "from kvkeep.errors import *\n"
         "def opened(**k):\n"
         f"    return Environment(sys.argv[1], map_size={64 * MIB}, "
@@ -264,6 +264,21 @@ def test_threads_read_one_transaction(tmp_path: Path) -> None:
             thread.join()
     env.close()
     assert right == [True] * 16
+
+
+def test_blocks_that_are_reserved_are_those_of_one_large_value(tmp_path: Path) -> None:
+    value, file = bytes(2 * LARGE), tmp_path / "store" / "data.mdb"
+    with open_env(tmp_path / "store") as env:
+        for number in range(12):
+            with env.begin(write=True) as txn:
+                txn.put("chunks", bytes([number % 3]), value)
+                txn.put("chunks", bytes([number % 3, 0]), value[: LARGE - 1])
+            with env.begin() as txn:
+                assert txn.get("chunks", bytes([number % 3])) == value
+            beyond = file.stat().st_blocks * 512 - file.stat().st_size
+            assert beyond <= len(value) + PAGES_BESIDE + 4096
+        # Freed pages are used again, as if nothing had been reserved.
+        assert file.stat().st_size < 6 * 3 * LARGE
 
 
 def test_a_full_map_is_full_and_stays_intact(tmp_path: Path) -> None:
