@@ -12,7 +12,7 @@ from kvkeep.cli.lookup import find_space
 from kvkeep.cli.output import emit
 from kvkeep.cli.stores import open_existing
 from kvkeep.cli.units import counted
-from kvkeep.prefixstore.sizes import format_size
+from kvkeep.prefixstore.sizes import format_size, parse_size
 
 
 @click.command("evict")
@@ -61,4 +61,8 @@ def command(
         f"Dropped {format_size(gone.bytes)}: {counted(gone.tokens, 'token')} in "
         f"{counted(gone.nodes, 'node')}; {format_size(used)} kept"
     )
+    if policy is not None:
+        text += f"\nFrom now on {in_force} says what goes first"
+    if to is not None and not (pinned or space or older_than) and used > parse_size(to):
+        text += "\nWhat is left is pinned; --pinned drops it as well"
     emit(as_json, {**asdict(gone), "used_bytes": used, "policy": in_force}, text)

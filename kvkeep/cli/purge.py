@@ -13,6 +13,7 @@ from kvkeep.cli.lookup import find_conversation, find_space
 from kvkeep.cli.output import emit
 from kvkeep.cli.stores import open_existing
 from kvkeep.cli.units import counted
+from kvkeep.errors import StoreUnusable
 from kvkeep.prefixstore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -57,11 +58,20 @@ def command(
         if not yes:
             click.confirm(f"Remove {what} for good?", abort=True, err=True)
         gone = opened.purge(**named)
-    sizes = rewrite(store, wipe=True) if compact else None
+    sizes, kept = None, None
+    if compact:
+        try:
+            sizes = rewrite(store, wipe=True)
+        except StoreUnusable as error:  # what was named is gone nevertheless, and that is said
+            kept = StoreUnusable(
+                f"The file was not rewritten: {error.problem}", remedy=error.remedy
+            )
     data: dict[str, Any] = {**asdict(gone), "compacted": None}
     if sizes is not None:
         data["compacted"] = {"before": sizes[0], "after": sizes[1]}
     emit(as_json, data, _text(gone, sizes))
+    if kept is not None:
+        raise kept
 
 
 def _named(

@@ -129,6 +129,8 @@ def test_evict_drops_what_was_named(filled, ask: Ask, run: Run) -> None:
     assert ask("evict", "--older-than", "1h")["nodes"] == 0
     assert ask("evict", "--to", "1GiB")["nodes"] == 0
     assert ask("evict", "--policy", "size")["policy"] == "size"
+    assert "\nFrom now on lru says what" in run("evict", "--policy", "lru").stdout
+    assert ask("evict", "--policy", "size")["policy"] == "size"
     assert ask("evict", "--to", "1GiB")["policy"] == "size"
     rest = ask("evict", "--to", "0")
     assert rest["used_bytes"] == 0
@@ -148,7 +150,9 @@ def test_what_is_pinned_is_shown_and_stays(filled, ask: Ask, run: Run) -> None:
     assert "\nPin " in shown
     assert " good\n" in shown
     assert max(map(len, shown.splitlines())) <= 80
-    ask("evict", "--to", "0")
+    said = run("evict", "--to", "0").stdout
+    assert said.endswith("\nWhat is left is pinned; --pinned drops it as well\n")
+    assert "pinned" not in run("evict", "--to", "1GB").stdout
     kept = ask("ls")
     assert {c["id"] for c in kept["conversations"]} == {pin["id"], soft["id"]}
     assert run("unpin", soft["id"]).stdout == f"Unpinned {soft['tokens']} tokens\n"

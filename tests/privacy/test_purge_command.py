@@ -43,7 +43,9 @@ def test_compacting_makes_the_file_smaller(tmp_path: Path) -> None:
         kept = space_of(store, "blue", KINDS[0]).id.hex()
         busy = run(folder, "--salt", "green", "--yes", "--compact")
         assert busy.exit_code == StoreInUse.exit_code
+        assert busy.stderr.startswith("error: The file was not rewritten: ")
         assert "open in this process" in busy.stderr
+        assert busy.stdout.startswith("Removed ")
     told = json.loads(run(folder, "--salt", "red", "--yes", "--compact", "--json").stdout)
     assert (told["spaces"], told["nodes"] > 0) == (len(KINDS), True)
     assert told["compacted"]["after"] < told["compacted"]["before"] * 0.7
