@@ -63,6 +63,11 @@ def command(
     )
     if policy is not None:
         text += f"\nFrom now on {in_force} says what goes first"
-    if to is not None and not (pinned or space or older_than) and used > parse_size(to):
+    if to is not None and not (pinned or space or older_than) and used > _bytes(to):
         text += "\nWhat is left is pinned; --pinned drops it as well"
     emit(as_json, {**asdict(gone), "used_bytes": used, "policy": in_force}, text)
+
+
+def _bytes(size: str) -> int:
+    """A size, or 0 for nothing."""
+    return 0 if size == "0" else parse_size(size)
