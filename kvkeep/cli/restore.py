@@ -18,7 +18,7 @@ from kvkeep.cli.progress import progress
 from kvkeep.cli.prompts import Source
 from kvkeep.cli.reasons import as_json as decision_json
 from kvkeep.cli.reasons import in_words
-from kvkeep.cli.stores import is_there
+from kvkeep.cli.stores import is_there, open_to_resume
 from kvkeep.cli.units import count, counted, duration
 from kvkeep.errors import EXIT_MISS
 from kvkeep.prefixstore.sizes import format_size
@@ -79,7 +79,8 @@ def command(
 
     Says how much of the prompt could be resumed and why not more. With --generate the model
     reads the rest and answers on stdout; what was resumed is then told on stderr. Stores
-    nothing. Exits with 3 when there was nothing to resume.
+    nothing; the report counts the lookup, unless the store may only be read. Exits with 3
+    when there was nothing to resume.
 
     \b
     Example:
@@ -87,8 +88,6 @@ def command(
       kvkeep restore --model MODEL --prompt-file question.md --json
       kvkeep restore --model MODEL --prompt-file question.md -o cache.safetensors
     """
-    from kvkeep.prefixstore.store import open_store
-
     if cold and not generate:
         raise click.UsageError("--cold compares answers; it needs --generate.")
     if output is not None and cold:
@@ -96,7 +95,7 @@ def command(
     if output is not None:
         files.check_target(output, force=force)
     known = is_there(store)
-    with open_store(store) as opened:
+    with open_to_resume(store) as opened:
         loaded = choice.load()
         tokens = source.tokens(loaded.tokenizer)
         space = choice.space(opened, loaded)

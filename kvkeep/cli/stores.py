@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.errors import NotAStore
+from kvkeep.errors import NotAStore, StoreReadOnly
 
 if TYPE_CHECKING:
     from kvkeep.prefixstore.store import Store
@@ -36,3 +36,18 @@ def open_existing(folder: Path, *, read_only: bool = True, eviction: str | None 
         return open_store(folder, read_only=reading, eviction=eviction)
     except NotAStore as error:
         raise NotAStore(error.problem, remedy=REMEDY) from error
+
+
+def open_to_resume(folder: Path) -> Store:
+    """The store in ``folder``, or a new one; read-only where this user may only read it.
+
+    Lookups are not counted then. Raises ``StoreUnusable`` or ``Damaged``.
+    """
+    from kvkeep.prefixstore.store import open_store
+
+    try:
+        return open_store(folder)
+    except StoreReadOnly:
+        if not is_there(folder):
+            raise
+        return open_store(folder, read_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,23 @@ def test_a_repeated_prompt_is_not_said_to_part_from_itself(models, run: Run) -> 
         said = run(command, *asked).stdout
         assert "the model has to read at least one token" in said
         assert "part at token" not in said
+
+
+def test_a_store_that_may_only_be_read_is_resumed(models, store: Path, ask: Ask) -> None:
+    asked = ("--model", models("llama"), "--prompt", FIRST)
+    offset = ask("snapshot", *asked)["offset"]
+    paths = [*store.iterdir(), store]
+    modes = [path.stat().st_mode for path in paths]
+    for path in paths:
+        path.chmod(path.stat().st_mode & 0o555)
+    try:
+        if os.access(store, os.W_OK):
+            pytest.skip("root may write everything")
+        assert ask("restore", *asked, "--generate", "2")["resumed_tokens"] == offset
+    finally:
+        for path, mode in zip(paths, modes, strict=True):
+            path.chmod(mode)
+    assert ask("report")["lookups"] == 1
 
 
 def test_plain_caches_need_no_points_between(models, ask: Ask) -> None:
