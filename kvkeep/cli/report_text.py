@@ -157,7 +157,7 @@ def _group(report: Report, by: str) -> str:
                 format_size(totals.written_bytes),
             )
         )
-    heads = (by.capitalize(), "lookups", "hits", "tokens", "hit", "", "written")
+    heads = (by.capitalize(), "lookups", "hits", "tokens", "resumed", "", "written")
     return _headed(table(heads, rows, right=[*heads[1:5], "written"]))
 
 
