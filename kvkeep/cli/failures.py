@@ -34,8 +34,8 @@ class Interrupted(click.ClickException):
 
     exit_code = 130
 
-    def __init__(self) -> None:
-        super().__init__("interrupted")
+    def __init__(self, kept: str = "") -> None:
+        super().__init__(f"interrupted{kept and '; '}{kept}")
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Say so on a line of its own, below the terminal's ^C."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvkeep.cli import options
+from kvkeep.cli.failures import Interrupted
+from kvkeep.cli.interrupts import Stopping
 from kvkeep.cli.models import Choice
 from kvkeep.cli.output import emit
 from kvkeep.cli.progress import progress
@@ -83,6 +85,7 @@ def command(
 
     What the store already holds of the prompt is resumed, not read again. The resume point
     lies one token before the prompt's end, so that the same prompt can be resumed whole.
+    Ctrl-C stores what was read so far.
 
     \b
     Example:
@@ -122,23 +125,58 @@ def take(space: Space, loaded: Loaded, choice: Choice, tokens: list[int]) -> Out
     caches = hit.caches if hit.caches is not None else loaded.new_caches()
     todo = prefix[hit.offset :]
     started = time.perf_counter()
-    with progress(
-        f"Reading {counted(len(todo), 'token')}", lambda rate: f"{rate:,.0f} tok/s"
-    ) as bar:
+    label = f"Reading {counted(len(todo), 'token')}"
+    with progress(label, lambda rate: f"{rate:,.0f} tok/s") as bar, Stopping() as stopping:
         junction = None if choice.exact else junction_of(hit.decision, tokens)
         cuts = [junction - hit.offset] if junction is not None else []
         points = IntervalPoints(space, prefix, caches, hit.offset, bar, junction)
         step, quantization = choice.prefill_step, choice.quantization
-        with choice.quantizing():
-            prefill(
-                loaded.model, todo, caches, step=step, progress=points, cuts=cuts, **quantization
-            )
+
+        def between(done: int, total: int) -> None:
+            points(done, total)
+            if stopping.asked and done < total:
+                raise _Stopped(hit.offset + done)
+
+        try:
+            with choice.quantizing():
+                prefill(
+                    loaded.model,
+                    todo,
+                    caches,
+                    step=step,
+                    progress=between,
+                    cuts=cuts,
+                    **quantization,
+                )
+        except _Stopped as stopped:
+            raise _interrupted(space, prefix[: stopped.offset], caches, hit.offset) from None
     read = time.perf_counter()
     end = len(prefix) // step * step if choice.exact else len(prefix)
     receipts = [*points.receipts, (end, space.snapshot(prefix, caches, request=hit.request))]
     receipts[-1][1].wait()
     stored = time.perf_counter()
     return Outcome(hit.offset, len(todo), receipts, read - started, stored - read)
+
+
+class _Stopped(Exception):
+    """Somebody pressed Ctrl-C, and the caches stand at ``offset``."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__()
+        self.offset = offset
+
+
+def _interrupted(
+    space: Space, tokens: list[int], caches: list[Any], resumed: int
+) -> Interrupted | KeyboardInterrupt:
+    """What ends the command; before that, what was read is stored."""
+    if len(tokens) == resumed:
+        return KeyboardInterrupt()
+    receipt = space.snapshot(tokens, caches, origin="interval")
+    receipt.wait()
+    if not receipt.stored:
+        return Interrupted(f"what was read is not stored: {receipt.reason}")
+    return Interrupted(f"stored up to token {count(len(tokens))}, where the same command goes on")
 
 
 def _data(space: str, tokens: list[int], done: Outcome) -> dict[str, Any]:

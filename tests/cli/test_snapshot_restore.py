@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +116,31 @@ def test_a_store_that_may_only_be_read_is_resumed(models, store: Path, ask: Ask)
         for path, mode in zip(paths, modes, strict=True):
             path.chmod(mode)
     assert ask("report")["lookups"] == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon_h1"])
+def test_what_was_read_before_ctrl_c_is_kept(
+    models, ask: Ask, run: Run, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("--model", models(name), "--prompt", FIRST, "--prefill-step", "64")
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    forward, before = module.Model.__call__, signal.getsignal(signal.SIGINT)
+    calls: list[int] = []
+
+    def pressed(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return forward(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Model, "__call__", pressed)
+        result = run("snapshot", *asked, code=130)
+    assert len(calls) == 3
+    assert "\ninterrupted; stored up to token 192, where" in result.stderr
+    again = ask("snapshot", *asked)
+    assert (again["resumed_tokens"], again["read_tokens"]) == (192, length(FIRST) - 1 - 192)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_plain_caches_need_no_points_between(models, ask: Ask) -> None:
