@@ -49,9 +49,10 @@ def step(bench: Bench, way: Way) -> Step:
                 return answer
 
             out: Answer = {"store": way.run("store", **common)}
-            more = {**common, "folder": str(folder / "held"), "count": HELD}
-            out["held"] = way.run("held", **more)
-            shutil.rmtree(folder / "held")
+            if not number:
+                more = {**common, "folder": str(folder / "held"), "count": HELD}
+                out["held"] = way.run("held", **more)
+                shutil.rmtree(folder / "held")
             _each(folder, pagecache.drop if pagecache.CAN_DROP else pagecache.warm)
             out["cold"] = restored()
             _each(folder, pagecache.warm)
@@ -97,7 +98,7 @@ def _report_room(result: Result, found: dict[str, list[Answer]]) -> None:
         ("room: next token copies", "copied", ""),
     ):
         for name, every in found.items():
-            result.line(f"{label}: {name}", [a["held"][key] for a in every], unit)
+            result.line(f"{label}: {name}", [every[0]["held"][key]], unit)
     result.notes.append(
         f"With room: {HELD} tokens, {LARGE.nbytes(HELD) // MIB} MiB, in buffers for 512, as caches "
         "nearly always have; the share of layers that the next token copies since the store still "

@@ -17,7 +17,7 @@ def ready(adapter: str, number: int, shape: dict[str, int], count: int) -> dict[
     """Make a conversation of its own, and import what the peer needs."""
     kind = Shape(**shape)
     make = maker(adapter, lambda: empty(kind))
-    imported(adapter, make)
+    imported(adapter)
     caches = make()
     extend(caches, kind, count, number)
     _ready.update(number=number, shape=kind, count=count, caches=caches, make=make)

@@ -17,6 +17,7 @@ from benchmarks.rows import tokens
 
 def store(adapter: str, folder: str, layouts: list[str], count: int) -> dict[str, Any]:
     """Store ``count`` tokens of each layout, and then ``CHUNK`` more of the same conversation."""
+    imported(adapter)
     return {
         layout: _tried(_store, adapter, f"{folder}/{layout}", layout, count) for layout in layouts
     }
@@ -24,6 +25,7 @@ def store(adapter: str, folder: str, layouts: list[str], count: int) -> dict[str
 
 def restore(adapter: str, folder: str, layouts: list[str], count: int) -> dict[str, Any]:
     """Restore all of each layout, warm, and say how it differs."""
+    imported(adapter)
     return {
         layout: _tried(_restore, adapter, f"{folder}/{layout}", layout, count + CHUNK)
         for layout in layouts
@@ -65,7 +67,6 @@ def _difference(found: list[Any], want: list[Any], layout: str) -> str:
 def _restore(adapter: str, folder: str, layout: str, count: int) -> dict[str, Any]:
     make = maker(adapter, LAYOUTS[layout][0])
     ids = np.append(tokens(count, 0), 1).tolist()
-    imported(adapter, make)
     for file in Path(folder).rglob("*"):
         if file.is_file() and file.stat().st_size:
             pagecache.warm(file)

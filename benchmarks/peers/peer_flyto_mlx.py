@@ -9,6 +9,7 @@ from benchmarks.peers._adapter import Adapter, Make, Model
 from benchmarks.peers._paged import rebuilt, states
 
 DISTRIBUTION = "flyto-mlx"
+BARE = ("omlx",)
 BLOCK, MOST_BLOCKS = 256, 1000
 
 

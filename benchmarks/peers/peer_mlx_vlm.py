@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.peers._adapter import Adapter, Make, Model, evaluate
 
 DISTRIBUTION = "mlx-vlm"
+BARE = ("mlx_vlm",)
 ROOM_GB = 8
 
 

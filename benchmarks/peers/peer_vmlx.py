@@ -11,6 +11,7 @@ from benchmarks.peers._adapter import Adapter, Make, Model
 from benchmarks.peers._paged import rebuilt, states
 
 DISTRIBUTION = "vmlx"
+BARE = ("vmlx_engine", "vmlx_engine.utils")
 
 
 class Peer(Adapter):

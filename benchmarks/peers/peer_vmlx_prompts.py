@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.peers._adapter import Adapter, Make, evaluate
 
 DISTRIBUTION = "vmlx"
+BARE = ("vmlx_engine", "vmlx_engine.utils")
 
 
 class Peer(Adapter):

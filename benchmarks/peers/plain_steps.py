@@ -14,6 +14,7 @@ from benchmarks.rows import Shape, check, empty, extend, one_token, tokens
 def store(adapter: str, folder: str, shape: dict[str, int], count: int) -> dict[str, Any]:
     """Store ``count`` tokens in a new folder."""
     kind = Shape(**shape)
+    imported(adapter)
     make = maker(adapter, lambda: empty(kind))
     peer, caches = opened(adapter, folder, make), make()
     extend(caches, kind, count, 0)
@@ -25,6 +26,7 @@ def append(
 ) -> dict[str, Any]:
     """Restore ``count`` tokens, read ``new`` ones more, and store all of them."""
     kind = Shape(**shape)
+    imported(adapter)
     peer = opened(adapter, folder, maker(adapter, lambda: empty(kind)))
     prompt = np.concatenate([tokens(count, 0), tokens(new, 1 + number)])
     caches, offset = peer.restore(np.append(prompt[:count], 1).tolist())
@@ -40,6 +42,7 @@ def held(adapter: str, folder: str, shape: dict[str, int], count: int) -> dict[s
     MLX writes a token in place unless someone else holds the buffer: then it copies the layer.
     """
     kind = Shape(**shape)
+    imported(adapter)
     make = maker(adapter, lambda: empty(kind))
     peer, caches = opened(adapter, folder, make), make()
     extend(caches, kind, count, 0)
@@ -77,7 +80,7 @@ def restore(
         prompt[shared:] = 2
     ids = prompt.tolist()
     make = maker(adapter, lambda: empty(kind))
-    imported(adapter, make)
+    imported(adapter)
     start = time.perf_counter()
     peer = opened(adapter, folder, make)
     caches, offset = peer.restore(ids)

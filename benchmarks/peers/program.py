@@ -3,11 +3,12 @@
 ``ADAPTER STEP ARGUMENTS`` name a module of this folder, a step and its JSON arguments; the
 mapping that it returns is printed as the last line. ``ADAPTER serve`` instead reads a line
 ``STEP ARGUMENTS`` at a time and answers each with a line, so that several processes, all ready,
-can do a step at once.
+can do a step at once. A module with ``BARE`` names packages whose ``__init__`` is left out.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -48,6 +49,8 @@ STEPS: dict[str, Callable[..., Answer]] = {
 def main() -> None:
     """Run the step that the command line names, or serve."""
     adapter, step, *arguments = sys.argv[1:]
+    for package in ("mlx_lm", *getattr(module_of(adapter), "BARE", ())):
+        _leave_bare(package)
     # What a peer prints is not an answer.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -57,6 +60,17 @@ def main() -> None:
     for line in sys.stdin:
         name, _, words = line.partition(" ")
         print(json.dumps(_tried(STEPS[name], adapter, json.loads(words))), file=answers)
+
+
+def _leave_bare(package: str) -> None:
+    """Have ``package`` imported without its ``__init__``, so that only what is used is read.
+
+    Those of mlx-lm and of some peers import their models, tokenizers and torch: for seconds, in
+    each of some hundred processes. No clock counts it, but the run lasts as long.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is not None and package not in sys.modules:
+        sys.modules[package] = importlib.util.module_from_spec(spec)
 
 
 def _tried(step: Callable[..., Answer], adapter: str, arguments: Answer) -> Answer:
