@@ -32,7 +32,9 @@ def step(bench: Bench, way: Way) -> Step:
                     {"folder": str(base / ("all" if way.together else str(n)))}
                     for n in range(crowd)
                 ]
-                act("crowd-open", each)
+                # In turn, as servers start: not every peer can make a store twice at once.
+                for number, folder in enumerate(each):
+                    act("crowd-open", [folder], first=number)
                 settle_disk()
                 stored = act("crowd-store", [{} for _ in each])
                 _flush(base)

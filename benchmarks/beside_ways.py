@@ -69,9 +69,9 @@ class Way:
         return guarded
 
     @contextmanager
-    def crowd(self, count: int) -> Iterator[Callable[[str, list[Answer]], list[Answer]]]:
-        """``count`` processes that do a step at once, one for each argument that is given."""
-        processes = [
+    def crowd(self, count: int) -> Iterator[Callable[..., list[Answer]]]:
+        """``count`` processes; as many as are given arguments, from ``first`` on, act at once."""
+        processes: list[Any] = [
             subprocess.Popen(
                 [*self._program(), "serve"],
                 **_SURROUNDINGS,
@@ -90,13 +90,12 @@ class Way:
         stalled = threading.Timer(STALLED, end)
         stalled.start()
 
-        def step(name: str, each: list[Answer]) -> list[Answer]:
-            asked = list(zip(processes, each, strict=False))
+        def step(name: str, each: list[Answer], first: int = 0) -> list[Answer]:
+            asked = processes[first : first + len(each)]
             try:
-                for process, arguments in asked:
-                    assert process.stdin
+                for process, arguments in zip(asked, each, strict=True):
                     process.stdin.write(f"{name} {json.dumps(arguments)}\n")
-                answers = [json.loads(p.stdout.readline()) for p, _ in asked if p.stdout]
+                answers = [json.loads(process.stdout.readline()) for process in asked]
             except (OSError, ValueError) as error:
                 raise StepFailed(f"{self.name}, {name}: a process of the crowd ended") from error
             failed = [answer["failed"] for answer in answers if "failed" in answer]

@@ -61,7 +61,8 @@ def test_several_processes_store_and_restore_at_once(way, tmp_path):
     folders = [{"folder": str(tmp_path / ("all" if way.together else str(n)))} for n in range(2)]
     with way.crowd(2) as act:
         act("crowd-ready", [{"number": n, "shape": SMALL.json(), "count": 256} for n in range(2)])
-        act("crowd-open", folders)
+        for number, folder in enumerate(folders):
+            act("crowd-open", [folder], first=number)
         assert all(a["done"] > a["start"] for a in act("crowd-store", [{}, {}]))
         restored = act("crowd-restore", folders)
     assert [(a["offset"], a["exact"]) for a in restored] == [(256, True)] * 2
