@@ -36,7 +36,7 @@ def record(folder: str, ring: int, repeats: int) -> Answer:
     prompt = np.random.default_rng(1).integers(0, 150_000, TOKENS)
     space.snapshot(prompt[: TOKENS // 2], _caches(TOKENS // 2)).wait()
     log: Any = space._core.events
-    found = space._find(prompt, 1)
+    found = space._find(prompt, 1, 0)
     for _ in range(ring):
         space._count(LOOKUP, found, prompt, 0.0, "warm")
         if len(log._events) >= events.BATCH:

@@ -1,4 +1,4 @@
-"""Checkpoints while a prompt is read: its first token with them and without.
+"""Prefill: what checkpoints while a prompt is read cost its first token.
 
 The server's batched path reads one prompt of random tokens, with mlx-lm's own ``BatchGenerator``
 and with the one that stores a resume point behind every prefill step but the last. By default

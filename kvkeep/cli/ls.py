@@ -39,8 +39,8 @@ def command(space: str | None, limit: int, store: Path, as_json: bool) -> None:
 
     A space is one model with its tokenizer, adapter, cache scheme and tenant; nothing stored
     in one is ever served in another. A conversation is a stored sequence that no longer one
-    continues; own and kept are the tokens and bytes of its last run, behind the last resume
-    point or branch. A pin keeps one from being evicted. SPACE, the beginning of a space's id,
+    continues; own, points and kept are the tokens, resume points and bytes that no other one
+    shares. A pin keeps one from being evicted. SPACE, the beginning of a space's id,
     lists that one only.
 
     \b

@@ -96,7 +96,7 @@ class PromptCache:
         self.on_lookup: Callable[[Served | None], None] = lambda _: None
         self.go_on: Callable[[Home, Tokens], Continued | None] = lambda *_: None
         self.rate = 0.0
-        self._missed: Decision | None = None
+        self._missed: tuple[Decision, str] | None = None
         self._store = open_store(store) if isinstance(store, str | os.PathLike) else store
         self._mine = self._store is not store
         self._exact = exact
@@ -261,7 +261,7 @@ class PromptCache:
         found = self._take(home, asked) if limit > 0 else None
         if self._agree is not None and self._agree(found[0].offset if found else 0)[0] != limit:
             found = None
-        taken, decision, tier, request = found or (None, self._miss(home, ids), "none", "")
+        taken, decision, tier, request = found or self._miss(ids)
         offset = taken.offset if taken is not None else 0
         caches = None
         if taken is not None:
@@ -277,7 +277,7 @@ class PromptCache:
             taken = Taken(hit.offset, hit.caches, hit.draft, hit.draft_offset)
             return taken, hit.decision, "store", hit.request
         if hit is not None:
-            self._missed = hit.decision
+            self._missed = hit.decision, hit.request
         if entry is None:
             return None
         top = held == len(ids) - 1
@@ -292,9 +292,10 @@ class PromptCache:
             return None
         return self.guarded("restore", lambda: space.resume(ids, held=held), None)
 
-    def _miss(self, home: Home, ids: Tokens) -> Decision:
+    def _miss(self, ids: Tokens) -> tuple[None, Decision, str, str]:
         missed, self._missed = self._missed, None
-        return missed or Decision(0, 0, len(ids), Reason.NO_PREFIX)
+        decision, request = missed or (Decision(0, 0, len(ids), Reason.NO_PREFIX), "")
+        return None, decision, "none", request
 
     def _reach(self, home: Home, ids: Tokens) -> int:
         """How far this rank could resume ``ids``, without restoring anything."""

@@ -149,12 +149,12 @@ def _empty(txn: Transaction, marks: dict[int, Mark]) -> None:
 def _check_mark(txn: Transaction, node: Node, found: Found) -> None:
     mark = _mark(txn, node.id)
     if mark is None or mark.key != node.key or mark.start != node.start:
-        found(f"use of node {node.id}", "it is not that of the node")
+        found(f"use of node {node.id:x}", "it is not that of the node")
         return
     ranked = txn.get("lru", layout.rank_key(mark.rank, mark.start, node.id))
     aged = txn.get("ages", layout.age_key(mark, node.id))
     if ranked is None or aged is None or not bytes(ranked) == bytes(aged) == node.key:
-        found(f"use of node {node.id}", "its records disagree")
+        found(f"use of node {node.id:x}", "its records disagree")
 
 
 def _check_state(txn: Transaction, chunk: int, owner: Node, found: Found) -> None:

@@ -13,7 +13,7 @@ from kvkeep.prefixstore.identity import Identity
 from kvkeep.prefixstore.records import Node, unpack
 from kvkeep.prefixstore.shelf import mark_of
 from kvkeep.prefixstore.tenants import key_of, read_tenant
-from kvkeep.prefixstore.trie import Path, has_children, held_on, load_recipe
+from kvkeep.prefixstore.trie import Path, children, has_children, held_on, load_recipe
 from kvkeep.prefixstore.ttl import NANOSECONDS, read_ttl
 
 
@@ -40,7 +40,10 @@ class SpaceInfo:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One stored sequence that no longer one continues: a leaf of the trie."""
+    """One stored sequence that no longer one continues: a leaf of the trie.
+
+    ``own_tokens``, ``bytes`` and ``points`` are what no other conversation shares.
+    """
 
     id: str
     space: str
@@ -117,13 +120,14 @@ def conversations(txn: Transaction) -> Iterator[Conversation]:
     for key in txn.keys("spaces"):
         for node in nodes(txn, key):
             if not has_children(txn, key, node.id):
+                own = list(_unshared(txn, node))
                 yield Conversation(
                     id=f"{node.id:x}",
                     space=key.hex(),
                     tokens=node.stop,
-                    own_tokens=len(node.tokens),
-                    bytes=bytes_of(node),
-                    points=len(node.points),
+                    own_tokens=sum(len(x.tokens) for x in own),
+                    bytes=sum(bytes_of(x) for x in own),
+                    points=sum(len(x.points) for x in own),
                     kinds=kinds_of(txn, set(node.recipes)),
                     last_use=last_use(txn, node),
                 )
@@ -174,6 +178,17 @@ def nodes(txn: Transaction, space: bytes) -> Iterator[Node]:
             yield unpack(key, data)
         except (CorruptFrame, NewerFormat):
             continue
+
+
+def _unshared(txn: Transaction, leaf: Node) -> Iterator[Node]:
+    """``leaf`` and the nodes above it, up to where another conversation parts."""
+    node: Node | None = leaf
+    while node is not None:
+        yield node
+        parent = layout.from_u64(node.key[16:24])
+        siblings = children(txn, node.space, parent)
+        alone = next(siblings, None) is not None and next(siblings, None) is None
+        node = _node(txn, parent) if parent != layout.ROOT and alone else None
 
 
 def _node(txn: Transaction, node_id: int) -> Node | None:

@@ -8,6 +8,7 @@ from kvkeep.prefixstore.ledger import Ledger, counter
 from kvkeep.prefixstore.opening import Marker
 from kvkeep.prefixstore.pins import TooMuchPinned, bytes_of, protected
 from kvkeep.prefixstore.room import Room
+from kvkeep.prefixstore.sizes import format_size
 
 
 def settle_budget(env: Environment, budget: int | None, marker: Marker) -> int:
@@ -19,7 +20,7 @@ def settle_budget(env: Environment, budget: int | None, marker: Marker) -> int:
     with env.begin(write=True) as txn:
         held = bytes_of(txn, protected(txn)[0])
         if held > budget:
-            raise TooMuchPinned(f"Pins without a deadline hold {held:,} bytes")
+            raise TooMuchPinned(f"Pins without a deadline hold {format_size(held)}")
         txn.put("meta", b"budget", layout.u64(budget))
     return budget
 

@@ -13,6 +13,7 @@ from kvkeep.errors import KvkeepError, NotAStore, StoreExposed, StoreReadOnly, S
 from kvkeep.persistence.lmdb_errors import translate_opening
 from kvkeep.persistence.unsynced import sync_folder, sync_path
 from kvkeep.prefixstore.layout import FORMAT
+from kvkeep.prefixstore.sizes import format_size
 
 MARKER = "store.json"
 UNFINISHED = "store.json.new-*"
@@ -32,8 +33,9 @@ class Marker:
         """Refuse a budget that the map could not hold, with room for pages in between."""
         if budget > self.map_bytes // 2:
             raise KvkeepError(
-                f"This store was laid out for at most {self.map_bytes // 2:,} bytes",
-                remedy="Name a smaller max_bytes, or make a new store with the larger one.",
+                f"This store was laid out for at most {format_size(self.map_bytes // 2)}, "
+                f"and {format_size(budget)} are asked for",
+                remedy="Name a smaller budget (--max-bytes, max_bytes), or make a new store.",
             )
 
 

@@ -55,7 +55,7 @@ class Owned:
     def run(self, node: int) -> str:
         """What a node is called by its tokens."""
         number, _, _, start, tokens = self._of(node)
-        return f"tokens {start:,}-{start + tokens:,} of node {number}"
+        return f"tokens {start:,}-{start + tokens:,} of node {number:x}"
 
     def _of(self, node: int) -> array[int]:
         return self._nodes[node * len(_FIELDS) : (node + 1) * len(_FIELDS)]

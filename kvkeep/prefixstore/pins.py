@@ -22,6 +22,7 @@ from kvkeep.prefixstore.ledger import Ledger
 from kvkeep.prefixstore.publish import split
 from kvkeep.prefixstore.records import detach, unpack
 from kvkeep.prefixstore.shelf import mark_of
+from kvkeep.prefixstore.sizes import format_size
 from kvkeep.prefixstore.tokens import Tokens
 from kvkeep.prefixstore.trie import walk
 
@@ -79,7 +80,9 @@ def add_pin(
     if seconds is None:
         held = bytes_of(txn, protected(txn)[0])
         if held > budget * MOST_HARD:
-            raise TooMuchPinned(f"Pins without a deadline would hold {held:,} of {budget:,} bytes")
+            raise TooMuchPinned(
+                f"Pins without a deadline would hold {format_size(held)} of {format_size(budget)}"
+            )
     return _described(txn, node.id, until, now)
 
 

@@ -171,7 +171,7 @@ def _count(counter: Counter[str], key: str, number: int = 1) -> None:
     counter[key] += number
 
 
-_NUMBER = re.compile(r"\d[\d,.]*")
+_NUMBER = re.compile(r"\d[\d,.]*( ([KMGT]i)?B\b)?")
 _PLAIN = tuple(f.name for f in fields(Totals))
 _COUNTERS = ("reasons", "lost_tokens", "refusals", "limited_by", "tiers")
 _NUMBERS = tuple(n for n in _PLAIN if n not in (*_COUNTERS, "restore_counts", "first"))

@@ -35,6 +35,7 @@ from kvkeep.prefixstore.publish import Chunk, Snapshot, Vanished, publish
 from kvkeep.prefixstore.quarantine import Quarantine
 from kvkeep.prefixstore.receipt import Receipt
 from kvkeep.prefixstore.room import BUDGET, Room, budget_of
+from kvkeep.prefixstore.sizes import format_size
 from kvkeep.prefixstore.tokens import Tokens
 from kvkeep.prefixstore.trie import Path, walk
 
@@ -285,14 +286,14 @@ class Writer:
         room.report()
         if over == BUDGET:
             raise StoreFull(
-                f"A snapshot of {prepared.nbytes:,} bytes does not fit the budget of "
-                f"{budget_of(txn, self._limits.max_bytes):,} bytes beside what it builds on "
+                f"A snapshot of {format_size(prepared.nbytes)} does not fit the budget of "
+                f"{format_size(budget_of(txn, self._limits.max_bytes))} beside what it builds on "
                 "and what is pinned"
             )
         if over:
             raise StoreFull(
-                f"A snapshot of {prepared.nbytes:,} bytes does not fit the quota of its salt, "
-                f"{ledger.tenant(snapshot.space).quota:,} bytes, beside what it builds on "
+                f"A snapshot of {format_size(prepared.nbytes)} does not fit the quota of its salt, "
+                f"{format_size(ledger.tenant(snapshot.space).quota)}, beside what it builds on "
                 "and what is pinned"
             )
 
@@ -309,8 +310,8 @@ class Writer:
         free = self._env.free_bytes()
         if free - wanted < self._limits.disk_reserve:
             raise StoreFull(
-                f"The store's disk has {free:,} bytes free, below its reserve of "
-                f"{self._limits.disk_reserve:,} bytes after this snapshot"
+                f"The store's disk has {format_size(free)} free, and would be below its reserve of "
+                f"{format_size(self._limits.disk_reserve)} after this snapshot"
             )
 
     def _sealed(self, rows: Iterable[RowDraft]) -> Iterator[tuple[RowDraft, Any]]:

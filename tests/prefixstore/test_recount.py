@@ -46,7 +46,7 @@ def test_every_frame_that_is_missing_is_named_with_its_owner(tmp_path, gone):
         problems = store.verify().problems
     assert [(p.what, p.where) for p in problems] == [("missing", f"chunk {ids[n]}") for n in gone]
     for problem, number in zip(problems, gone, strict=True):
-        assert problem.detail == f"tokens 0-4 of node {owners[ids[number]].id} refers to it"
+        assert problem.detail == f"tokens 0-4 of node {owners[ids[number]].id:x} refers to it"
 
 
 def test_a_frame_that_two_nodes_refer_to_is_named_with_both(tmp_path):
@@ -59,7 +59,7 @@ def test_a_frame_that_two_nodes_refer_to_is_named_with_both(tmp_path):
     assert set(found) == {"chunk owned twice"}
     twice = found["chunk owned twice"]
     assert twice.where == f"node {last.key[16:].hex()}"
-    assert twice.detail == f"also by tokens 0-4 of node {first.id}"
+    assert twice.detail == f"also by tokens 0-4 of node {first.id:x}"
 
 
 def test_verifying_takes_little_memory_for_a_node(tmp_path):

@@ -297,7 +297,7 @@ def test_what_is_larger_than_the_budget_is_refused_before_anything_is_evicted(
         large = [9, *range(400)]
         receipt = space.snapshot(large, make("recurrent", large))
         assert not receipt.stored
-        assert "budget of 60,000 bytes" in receipt.reason
+        assert "budget of 58.6 KiB" in receipt.reason
         assert content(store, ["nodes", "chunks", "pending"]) == before
         assert space.resume([*TOKENS, 1]).offset == 40
 
@@ -454,3 +454,17 @@ def test_what_is_queued_can_be_resumed_and_built_upon_at_once(store):
     assert not problem("recurrent", TOKENS[:30], hit.caches)
     assert all(receipt.stored for receipt in receipts)
     assert (coverage(store) == 1).all()
+
+
+def test_a_conversation_owns_what_no_other_one_shares(store):
+    space = space_of(store, "plain")
+    for stop in (8, 24, 40):
+        assert space.snapshot(TOKENS[:stop], make("plain", TOKENS[:stop])).stored
+    (only,) = store.conversations()
+    assert (only.tokens, only.own_tokens, only.points) == (40, 40, 3)
+    assert only.bytes == store.spaces()[0].bytes
+    other = [*TOKENS[:16], 77, 78]
+    assert space.snapshot(other, make("plain", other)).stored
+    found = sorted((x.tokens, x.own_tokens, x.points) for x in store.conversations())
+    assert found == [(18, 2, 1), (40, 24, 2)]
+    assert sum(x.bytes for x in store.conversations()) < store.spaces()[0].bytes

@@ -81,7 +81,7 @@ def _one(rng: random.Random, at: float) -> Event:
             rate=rng.choice((0.0, 500.0, 812.5)),
         )
     if what == "snapshot":
-        refused = f"A snapshot of {rng.randrange(10**9):,} bytes does not fit"
+        refused = f"A snapshot of {rng.randrange(10**9) / 1024:.1f} KiB does not fit"
         reason = rng.choice(("stored", "already_stored", refused))
         new = rng.randrange(prompt) if reason == "stored" else 0
         nbytes = new * 1000

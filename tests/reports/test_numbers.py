@@ -50,7 +50,7 @@ def test_totals_are_the_sums_of_the_raw_events(filled: Filled) -> None:
     assert report["limited_by"] == limited
     assert report["tiers"] == raw.by("tier", "resumed", "what = 'lookup' and resumed > 0")
     refused = raw.by("1", "1", "what = 'snapshot' and reason like '%does not fit'")
-    assert report["refusals"] == {"A snapshot of … bytes does not fit": refused[1]}
+    assert report["refusals"] == {"A snapshot of … does not fit": refused[1]}
 
 
 def test_every_group_is_the_sum_of_its_raw_events(filled: Filled) -> None:
