@@ -1,4 +1,7 @@
-"""mlx-textgen: its ``save_cache`` and ``load_cache``, one safetensors file for a prompt."""
+"""mlx-textgen: its ``save_cache`` and ``load_cache``, one safetensors file for a prompt.
+
+Its import has ``RotatingKVCache`` keep every position, and so its files do.
+"""
 
 from __future__ import annotations
 

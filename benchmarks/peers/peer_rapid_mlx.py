@@ -1,4 +1,7 @@
-"""Rapid-MLX: its memory-aware prefix cache, dumped to a folder and loaded again."""
+"""Rapid-MLX: its memory-aware prefix cache, dumped to a folder and loaded again.
+
+By default, ``--hybrid-cache-entries 0``, it takes no caches that cannot be trimmed.
+"""
 
 from __future__ import annotations
 
