@@ -145,8 +145,8 @@ def write_plain(file: str, nbytes: int) -> Answer:
     os.sync()
     start = time.perf_counter()
     with Path(file).open("wb", buffering=0) as out:
-        for _ in range(nbytes // len(block)):
-            out.write(block)
+        for at in range(0, nbytes, len(block)):
+            out.write(block[: nbytes - at])
         os.fsync(out.fileno())
     return {"seconds": time.perf_counter() - start}
 
