@@ -79,7 +79,7 @@ def measure(bench: Bench) -> Result:
         result.line(f"{name}: mlx_lm, with fsync", column(theirs, "durable", 1e3), "ms")
         result.line(f"{name}: mlx_lm writes", column(theirs, "bytes", 1 / MIB), "MiB")
         plain = column(found["plain"], "seconds", 1e3)
-        result.line(f"{name}: ceiling: plain file of the new rows and fsync", plain, "ms")
+        result.line(f"{name}: ceiling: plain file, fsync", plain, "ms")
     # The last size is the one with numbers to reach.
     for label, key in (("bytes", "bytes"), ("caller", "caller"), ("durable", "durable")):
         fewer = ratios(column(theirs, key), column(ours, key))
