@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
+
+from kvkeep.persistence.libc import linux_call
 
 ZEROS = 1 << 20
 MANY = 8
@@ -52,7 +52,7 @@ def reserve(file: Path, start: int, length: int) -> None:
     Found at once they are found faster than page by page, and a flush has less to write down.
     The file does not grow by it. Linux alone has the call.
     """
-    call = _fallocate()
+    call = linux_call("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if call is None:
         return
     try:
@@ -63,19 +63,6 @@ def reserve(file: Path, start: int, length: int) -> None:
         call(fd, KEEP_SIZE, start, length)
     finally:
         os.close(fd)
-
-
-@cache
-def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    if not sys.platform.startswith("linux") or sys.maxsize < 1 << 32:
-        return None
-    try:
-        function = ctypes.CDLL(None).fallocate
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    function.restype = ctypes.c_int
-    return function
 
 
 def overwrite(fd: int, start: int, length: int) -> None:

@@ -14,8 +14,7 @@ import json
 import mmap
 import os
 import struct
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvkeep.errors import StoreClosed
+from kvkeep.persistence.libc import linux_call
 from kvkeep.persistence.tensors import SAFETENSORS_DTYPES, TensorSpec
 
 if TYPE_CHECKING:
@@ -204,22 +204,9 @@ def _converted(spec: TensorSpec, filled: Host) -> mx.array:
 
 def _ask_for_huge_pages(view: Host) -> None:
     """Have the kernel back the whole pages of ``view`` by huge ones; a hint, never an error."""
-    advise = _madvise()
-    if advise is None or view.nbytes < HUGE_PAGE:
+    advise = linux_call("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if advise is None or not hasattr(mmap, "MADV_HUGEPAGE") or view.nbytes < HUGE_PAGE:
         return
     start = -(-view.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (view.ctypes.data + view.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     advise(start, stop - start, mmap.MADV_HUGEPAGE)
-
-
-@cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    try:
-        function = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function.restype = ctypes.c_int
-    return function
