@@ -27,7 +27,7 @@ from kvkeep.persistence import unsynced
 from kvkeep.persistence.disk import overwrite, parallel_reads, reserve
 from kvkeep.persistence.lmdb_errors import translate, translate_opening, translated
 from kvkeep.persistence.opening import DATA_FILE, Flags
-from kvkeep.persistence.shared import acquire, identity, release
+from kvkeep.persistence.shared import Shared, acquire, identity, release
 
 if TYPE_CHECKING:
     from kvkeep.persistence.pages import PageCheck
@@ -136,10 +136,9 @@ class Environment:
                     # A killed reader's slot would keep every page from being used again.
                     env.reader_check()
                 inner = env.begin(write=write, buffers=True)
-                end = (env.info()["last_pgno"] + 1) * env.stat()["psize"] if write else None
             except lmdb.Error as error:
                 raise translate(error, self.folder) from error
-            txn = Transaction(inner, self._shared.databases, self.folder, end)
+            txn = Transaction(inner, self._shared, self.folder, write)
             try:
                 yield txn
             except BaseException:
@@ -242,14 +241,12 @@ class Transaction:
     read from by several threads at once.
     """
 
-    def __init__(
-        self, inner: _Inner, databases: dict[str, Any], folder: Path, end: int | None
-    ) -> None:
+    def __init__(self, inner: _Inner, shared: Shared, folder: Path, write: bool) -> None:
         self._inner: _Inner | None = inner
-        self._databases = databases
+        self._shared = shared
         self._folder = folder
-        self._end = end
-        """To write: where the file grows from, or has blocks to."""
+        self._write = write
+        self._reserved = 0
         self._ready: set[str] = set()
         self._lock = threading.Lock()
 
@@ -264,11 +261,9 @@ class Transaction:
     def put(self, database: str, key: Any, value: Any, *, append: bool = False) -> None:
         """Write ``value``, replacing another. ``append``: the key is most likely the highest."""
         txn, db = self._use(database)
-        if len(value) >= LARGE and self._end is not None:
-            more = len(value) + PAGES_BESIDE
-            reserve(self._folder / DATA_FILE, self._end, more)
-            self._end += more
         try:
+            if self._write and len(value) >= LARGE:
+                self._reserve(len(value) + PAGES_BESIDE)
             if not append or not txn.put(key, value, db=db, append=True):
                 txn.put(key, value, db=db)
         except lmdb.Error as error:
@@ -314,6 +309,15 @@ class Transaction:
         """Let go of LMDB's transaction, which whoever began it commits or aborts."""
         self._inner = None
 
+    def _reserve(self, nbytes: int) -> None:
+        """Blocks for so many bytes more, from where the file ended when this began."""
+        env = self._shared.env
+        if env is None:
+            return
+        end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+        reserve(self._folder / DATA_FILE, end + self._reserved, nbytes)
+        self._reserved += nbytes
+
     def _scan(
         self, database: str, prefix: bytes, start: bytes, *, values: bool
     ) -> Iterator[tuple[bytes, memoryview]]:
@@ -329,7 +333,7 @@ class Transaction:
                     if not key.startswith(prefix):
                         return
                     value = cursor.value() if values else _NOTHING
-                    yield key, memoryview(bytes(value)) if self._end is not None else value
+                    yield key, memoryview(bytes(value)) if self._write else value
                     found = cursor.next()
         except lmdb.Error as error:
             raise translate(error, self._folder) from error
@@ -342,7 +346,7 @@ class Transaction:
         txn = self._inner
         if txn is None:
             raise StoreClosed(f"{self._folder}: this transaction has ended")
-        db = self._databases[database]
+        db = self._shared.databases[database]
         if database not in self._ready and db is not None:
             # LMDB reads the root on first use, which two threads must not do at once.
             with self._lock, translated(self._folder):

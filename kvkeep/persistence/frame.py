@@ -38,6 +38,7 @@ from kvkeep.persistence.table import (
     Table,
     aligned,
     check_limits,
+    end_of,
     pack_header,
     read_table,
     stacked,
@@ -77,7 +78,7 @@ class Draft:
     def __init__(self, specs: Sequence[TensorSpec], extra: Mapping[str, Any]) -> None:
         self._extra: bytes = msgpack.packb(dict(extra))
         self._stacks = stacked(specs)
-        end = self._stacks[-1].offset + self._stacks[-1].size if specs else 0
+        end = end_of(self._stacks)
         header = pack_header(self._stacks, self._extra)
         check_limits(self._stacks, header, end)
         self._start = aligned(HEAD.size + len(header))
@@ -205,7 +206,7 @@ def _compress(stacks: Sequence[Stack], payload: Host) -> list[Stack]:
 def _close(buffer: Host, start: int, stacks: Sequence[Stack], extra: bytes) -> memoryview:
     """Write the headers before the payload at ``start``, and the checksum over everything."""
     header = pack_header(stacks, extra)
-    size = stacks[-1].offset + stacks[-1].size if stacks else 0
+    size = end_of(stacks)
     front = start - aligned(HEAD.size + len(header))
     frame = buffer[front : start + size].data
     after = HEAD.size + len(header)

@@ -71,6 +71,11 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def end_of(stacks: Sequence[Stack]) -> int:
+    """Bytes of the payload that ``stacks`` fill."""
+    return stacks[-1].offset + stacks[-1].size if stacks else 0
+
+
 def stacked(specs: Sequence[TensorSpec]) -> list[Stack]:
     """``specs`` as stacks that lie one after the other, nothing compressed."""
     stacks = []
