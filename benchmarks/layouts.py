@@ -21,6 +21,9 @@ from benchmarks.harness import Answer, Bench, Result, Step, column, ratios
 from benchmarks.rows import MIB, tokens
 from benchmarks.steps import BUDGET, IDENTITY, load_imports, save_mlx_lm
 
+Draw = Callable[..., Any]
+"""Takes a shape, a dtype and numbers that stand for the place; an evaluated array."""
+
 CHUNK = 512
 """Positions that are appended at once, as a prefill does."""
 
@@ -64,29 +67,37 @@ LAYOUTS: dict[str, tuple[Callable[[], list[Any]], str, int, int, int]] = {
 
 def made(layout: str, stop: int, caches: list[Any] | None = None) -> list[Any]:
     """Caches of ``layout`` at ``stop``, new ones or longer ones; the same bits every time."""
-    import mlx.core as mx
-
     from kvkeep.hooks.prefill import vouch
 
-    make, _, heads, *widths = LAYOUTS[layout]
     start = 0 if caches is None else stop - CHUNK
     if caches is None:
-        caches = make()
+        caches = LAYOUTS[layout][0]()
         vouch(caches)
+    extend(caches, layout, start, stop, _random)
+    return caches
+
+
+def extend(caches: list[Any], layout: str, start: int, stop: int, draw: Draw) -> None:
+    """Read positions ``[start, stop)``, chunk by chunk, whose bits are what ``draw`` draws."""
+    import mlx.core as mx
+
     for layer, cache in enumerate(caches):
         if not hasattr(cache, "update_and_fetch"):
-            cache[0] = _random((1, 3, 8192), mx.bfloat16, layer, stop)
-            cache[1] = _random((1, 32, 128, 128), mx.float32, layer, stop)
+            cache[0] = draw((1, 3, 8192), mx.bfloat16, layer, stop)
+            cache[1] = draw((1, 32, 128, 128), mx.float32, layer, stop)
             continue
         for at in range(start, stop, CHUNK):
-            count = min(CHUNK, stop - at)
-            keys, values = (
-                _random((1, heads, count, w), mx.bfloat16, layer, at, w) for w in widths
-            )
-            cache.update_and_fetch(keys, values)
+            cache.update_and_fetch(*drawn(layout, layer, at, min(CHUNK, stop - at), draw))
             mx.eval(cache.keys, cache.values)
     mx.clear_cache()
-    return caches
+
+
+def drawn(layout: str, layer: int, at: int, count: int, draw: Draw) -> list[Any]:
+    """Keys and values of ``count`` positions of a layer."""
+    import mlx.core as mx
+
+    heads, *widths = LAYOUTS[layout][2:]
+    return [draw((1, heads, count, w), mx.bfloat16, layer, at, w) for w in widths]
 
 
 def _random(shape: tuple[int, ...], dtype: Any, *seed: int) -> Any:

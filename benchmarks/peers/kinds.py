@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.layouts import CHUNK, LAYOUTS
+from benchmarks import layouts
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "KVCache": (),
@@ -35,18 +35,8 @@ def in_classes(caches: list[Any], module: str) -> list[Any]:
 
 
 def extend(caches: list[Any], layout: str, start: int, stop: int) -> None:
-    """Read positions ``[start, stop)``, chunk by chunk; the same bits every time."""
-    import mlx.core as mx
-
-    for layer, cache in enumerate(caches):
-        if not hasattr(cache, "update_and_fetch"):
-            cache[0] = _random((1, 3, 8192), mx.bfloat16, layer, stop)
-            cache[1] = _random((1, 32, 128, 128), mx.float32, layer, stop)
-            continue
-        for at in range(start, stop, CHUNK):
-            cache.update_and_fetch(*_rows(layout, layer, at, min(CHUNK, stop - at)))
-            mx.eval(cache.keys, cache.values)
-    mx.clear_cache()
+    """Read positions ``[start, stop)``, chunk by chunk; the same bits in every peer's MLX."""
+    layouts.extend(caches, layout, start, stop, _random)
 
 
 def difference(found: list[Any], want: list[Any], layout: str) -> str:
@@ -63,7 +53,7 @@ def difference(found: list[Any], want: list[Any], layout: str) -> str:
         elif (at := getattr(one, "offset", None)) != other.offset:
             return f"layer {layer} stands at {at}, not {other.offset}"
         else:
-            rows = [_rows(layout, layer, other.offset, count) for count in AHEAD]
+            rows = [layouts.drawn(layout, layer, other.offset, count, _random) for count in AHEAD]
             pairs = [(one.update_and_fetch(*x), other.update_and_fetch(*x)) for x in rows]
         for a, b in pairs:
             why = _unlike(a, b)
@@ -89,13 +79,6 @@ def _unlike(found: Any, want: Any) -> str:
         if not mx.array_equal(a.view(mx.uint8), b.view(mx.uint8)).item():
             return "other bits"
     return ""
-
-
-def _rows(layout: str, layer: int, at: int, count: int) -> list[Any]:
-    import mlx.core as mx
-
-    heads, *widths = LAYOUTS[layout][2:]
-    return [_random((1, heads, count, w), mx.bfloat16, layer, at, w) for w in widths]
 
 
 def _random(shape: tuple[int, ...], dtype: Any, *seed: int) -> Any:

@@ -167,8 +167,6 @@ def _copy_rows(
 
 
 def _copy_state(snapshot: Snapshot, states: Sequence[State | None]) -> Draft | None:
-    import mlx.core as mx
-
     tensors = {
         STATE_NAME.format(layer=i, name=name): array
         for i, state in enumerate(states)
@@ -178,7 +176,6 @@ def _copy_state(snapshot: Snapshot, states: Sequence[State | None]) -> Draft | N
     metas = [dict(state.meta) if state is not None else {} for state in states]
     if not tensors and not any(metas):
         return None
-    mx.eval(list(tensors.values()))
     specs = [TensorSpec(n, dtype_name(a), tuple(a.shape)) for n, a in tensors.items()]
     specs.sort(key=lambda spec: (spec.dtype, spec.shape, spec.name.rpartition("/")[2]))
     extra = {

@@ -18,9 +18,8 @@ from kvkeep.prefixstore.bookkeeping import rebuild
 from kvkeep.prefixstore.event import Event
 from kvkeep.prefixstore.events import ASKED, RATE, TOTALS
 from kvkeep.prefixstore.ledger import Ledger
-from kvkeep.prefixstore.owned import Owned
 from kvkeep.prefixstore.records import Node, detach, unpack
-from kvkeep.prefixstore.recount import bytes_in_use
+from kvkeep.prefixstore.recount import bytes_in_use, owned_by_nodes
 from kvkeep.prefixstore.shelf import mark_of
 from kvkeep.prefixstore.trie import has_children
 
@@ -178,7 +177,7 @@ def _drop_unreadable(txn: Transaction, space: bytes) -> None:
         txn.delete("nodes", key)
     if left:
         ledger = Ledger(txn)
-        rebuild(ledger, used=bytes_in_use(txn, Owned(_readable(txn)), whole=False))
+        rebuild(ledger, used=bytes_in_use(txn, owned_by_nodes(txn), whole=False))
         ledger.settle()
 
 

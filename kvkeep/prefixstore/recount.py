@@ -116,6 +116,11 @@ def readable(txn: Transaction) -> Iterator[tuple[bytes, Node]]:
             yield key, unpack(key, data)
 
 
+def owned_by_nodes(txn: Transaction) -> Owned:
+    """What the nodes own that can be read."""
+    return Owned(node for _, node in readable(txn))
+
+
 def fault_of(node: Node) -> str:
     """What is wrong with a node whose checksum is right; nothing if nothing is."""
     key = layout.node_key(node.space, layout.from_u64(node.key[16:24]), int(node.tokens[0]))

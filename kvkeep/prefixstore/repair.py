@@ -12,12 +12,12 @@ from kvkeep.persistence.opening import DATA_FILE, REBUILD
 from kvkeep.prefixstore import layout
 from kvkeep.prefixstore.bookkeeping import rebuild
 from kvkeep.prefixstore.ledger import Ledger
-from kvkeep.prefixstore.owned import Owned
 from kvkeep.prefixstore.records import Node, detach, unpack
 from kvkeep.prefixstore.recount import (
     Audit,
     bytes_in_use,
     fault_of,
+    owned_by_nodes,
     readable,
     recipe_fault,
     space_fault,
@@ -57,7 +57,7 @@ def repair(env: Environment) -> Audit:
         for chunk in bad:
             ledger.drop_chunk(chunk)
         ledger.recount_ids()
-        owned = Owned(node for _, node in readable(txn))
+        owned = owned_by_nodes(txn)
         rebuild(ledger, used=bytes_in_use(txn, owned, whole=not audit.newer_nodes))
         ledger.settle()
     return audit
